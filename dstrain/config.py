@@ -1,0 +1,232 @@
+"""Run: everything that determines a run, as one checked value.
+
+A recipe is a YAML file of these sections; `key=value` overrides change single entries (`batch.global=256`). The recipe
+owns what is learned and how (batch, learning rate, betas, decay, clip, steps); the JSON in ds_configs/ owns how it is
+sharded (stage, precision, offload, buckets). The merge of both stands in dstrain/engine/settings.py; reading, writing
+and comparing of Runs in dstrain/recipe.py.
+"""
+
+import math
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A user's faults in recipe, overrides, DeepSpeed JSON or paths, all of them at once, one line each."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("\n".join(self.problems))
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number as text, for messages: the batch sizes that would work."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = sorted({*small, *(number // d for d in small)})
+    return ", ".join(map(str, found if len(found) <= 16 else [*found[:8], "...", *found[-7:]]))
+
+
+def _refuse(*checks: tuple[Any, str]) -> None:
+    """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
+    messages = [message for wrong, message in checks if wrong]
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def _types(annotation: Any) -> list[Any]:
+    """All plain types within an annotation such as `int | None`."""
+    inner = typing.get_args(annotation)
+    return [plain for part in inner for plain in _types(part)] if inner else [annotation]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python's True is an int: without this `steps: true` would be one step.
+        if isinstance(value, bool) and bool not in _types(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("no_bool", "is {value}, which has no meaning here", {"value": str(value).lower()})
+        return value
+
+
+class Data(Section):
+    path: str = "builtin:fashion"            # a folder of images, one subfolder a class; or builtin:fashion
+    image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square
+    channels: Literal[1, 3] = 3              # 1 converts to grey
+    flip: bool = True                        # horizontal flips, drawn for each sample and step
+    held_out: Fraction = 0.0                 # share of a folder kept for evaluation; the built-in set has its own
+    held_out_path: str | None = None         # a folder for evaluation instead of a share
+    draft: bool = False                      # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
+    max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
+    workers: Count = 2                       # loader processes for each rank; 0 loads in the training process
+
+    @field_validator("path", "held_out_path")
+    @classmethod
+    def _expand(cls, path: str | None) -> str | None:
+        # A shell does not expand the ~ of data.path=~/images.
+        return str(Path(path).expanduser()) if path and path.startswith("~") else path
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Data":
+        _refuse(
+            (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
+            (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
+             f"{self.held_out_path} both name held-out images: give one of the two"),
+        )
+        return self
+
+
+class BatchSize(Section):
+    global_: PositiveInt = Field(64, alias="global")   # samples for each optimizer step, over all ranks
+    micro: PositiveInt | None = None         # samples for each rank and forward pass; None: global / world size
+
+    @model_validator(mode="after")
+    def _agree(self) -> "BatchSize":
+        _refuse((self.micro and self.global_ % self.micro, f"batch.global={self.global_} is no multiple of batch.micro="
+                 f"{self.micro}: micro-batches that fit are {divisors(self.global_)}"))
+        return self
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: NonNegative = 1e-4                   # peak learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0          # decoupled; on what System.decays names
+    clip: NonNegative = 0.0                  # global gradient norm is scaled down to this; 0 is none
+    warmup: Count = 0                        # steps of linear growth from 0 to lr
+    schedule: Literal["constant", "cosine", "linear"] = "constant"     # after the warm-up
+    final_lr: NonNegative = 0.0              # where cosine and linear end
+    decay_steps: PositiveInt | None = None   # step at which final_lr is reached; None: the run's steps
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Optimizer":
+        _refuse(
+            (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
+            (self.final_lr > self.lr, f"optimizer.final_lr={self.final_lr:g} is above optimizer.lr={self.lr:g}: the "
+             "schedules only go down; lower final_lr or raise lr"),
+            (self.decay_steps and self.warmup >= self.decay_steps, f"optimizer.warmup={self.warmup} is not below "
+             f"optimizer.decay_steps={self.decay_steps}: shorten the warm-up"),
+        )
+        return self
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of the update that follows `step` updates, in a run of `steps`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        end = self.decay_steps or steps
+        progress = min((step - self.warmup) / max(end - self.warmup, 1), 1.0)
+        weight = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final_lr + (self.lr - self.final_lr) * weight
+
+
+class Ema(Section):
+    decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)   # one shadow for each; () is none
+    warmup: bool = False                     # effective decay min(decay, (1 + step) / (10 + step))
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Ema":
+        twice = sorted({decay for decay in self.decays if self.decays.count(decay) > 1})
+        _refuse((twice, f"ema.decays={list(self.decays)} holds {twice} twice: name each decay once"))
+        return self
+
+    def decay_at(self, decay: float, step: int) -> float:
+        """Effective decay of the update that follows `step` earlier ones."""
+        return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
+
+
+class Every(Section):
+    """Intervals in optimizer steps; 0 is never (the last step is always saved)."""
+
+    report: Count = 50
+    sample: Count = 500
+    evaluate: Count = 500
+    save: Count = 500
+
+
+class Save(Section):
+    format: Literal["fragments", "deepspeed"] = "fragments"
+    keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
+    keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
+
+
+class Samples(Section):
+    """The grid drawn during training, always from the same seeds and labels."""
+
+    num: PositiveInt = 40
+    labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
+    sampler: str = "ddim"
+    num_steps: PositiveInt = 50              # network evaluations for each picture
+    guidance_scale: NonNegative = 1.0        # 1 is none
+    seed: Count = 0
+    ema: float | None = None                 # decay of the EMA to draw from; None: the first
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Samples":
+        _refuse((self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"))
+        return self
+
+
+class Track(Section):
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"   # auto: online with a key, offline without
+    project: str = "dstrain"
+    entity: str | None = None
+    tensorboard: bool = False
+
+
+class Faults(Section):
+    max_skipped: PositiveInt = 20            # non-finite steps in a row after which the run ends
+    orphan_check: bool = True                # save and end when the launcher has gone
+
+
+class Run(Section):
+    name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    system: str = "dit"
+    folder: Path | None = None               # None: runs/NAME
+    steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
+    seed: Count = 0
+    init_from: Path | None = None            # weights to start from: a published file or a run
+    compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
+    model: dict[str, Any] = Field(default_factory=dict)   # the system's own section: dstrain/systems/SYSTEM/config.py
+    data: Data = Data()
+    batch: BatchSize = BatchSize()
+    optimizer: Optimizer = Optimizer()
+    ema: Ema = Ema()
+    every: Every = Every()
+    save: Save = Save()
+    samples: Samples = Samples()
+    track: Track = Track()
+    faults: Faults = Faults()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its checkpoints, samples and logs."""
+        return self.folder or Path("runs") / self.name
+
+    @field_validator("folder", "init_from")
+    @classmethod
+    def _expand(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser()
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Run":
+        ema, decays = self.samples.ema, list(self.ema.decays)
+        _refuse(
+            (self.optimizer.warmup >= self.steps, f"optimizer.warmup={self.optimizer.warmup} is not below steps="
+             f"{self.steps}: the peak learning rate would never be reached; lower optimizer.warmup or raise steps"),
+            (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
+             "them, or add it to ema.decays"),
+        )
+        return self

@@ -1,0 +1,125 @@
+"""Rank, world and the few words that ranks exchange; every function is the identity in one process.
+
+Ranks are started by the `deepspeed` launcher, torchrun, srun, mpirun or plain `python`; the place of a process is read
+from RANK/WORLD_SIZE/LOCAL_RANK, SLURM_* or OMPI_*. The process group itself is started by dstrain/engine/.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SOURCES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: rank of world, and its number on this machine."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+
+def place() -> Place:
+    """This process's place, from the launcher's environment; one process where no launcher has spoken."""
+    for rank, world, local in _SOURCES:
+        # A batch script's own shell carries SLURM_NTASKS but runs once: only a step (srun) has a procid of several.
+        if rank in os.environ and world in os.environ:
+            if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in os.environ:
+                continue
+            return Place(int(os.environ[rank]), int(os.environ[world]), int(os.environ.get(local, 0)))
+    return Place()
+
+
+def started() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if started() else place().rank
+
+
+def world() -> int:
+    return dist.get_world_size() if started() else 1
+
+
+def device() -> torch.device:
+    """The accelerator of this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", place().local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def barrier() -> None:
+    """Waits for all ranks, and for nothing on their GPUs."""
+    if world() > 1:
+        dist.barrier(group=_control())
+
+
+@functools.cache
+def _control() -> dist.ProcessGroup | None:
+    """The group for words on the host: gloo, so that none waits for the GPU's queue. All ranks make it together."""
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def agree(flag: bool) -> bool:
+    """True on every rank when it is true on any."""
+    return agreed_max(int(flag)) > 0
+
+
+def agreed_max(value: int) -> int:
+    """The largest of all ranks' integers."""
+    if world() == 1:
+        return value
+    word = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(word, op=dist.ReduceOp.MAX, group=_control())
+    return int(word.item())
+
+
+def total(values: Tensor) -> Tensor:
+    """Sum of a tensor over ranks; the argument is left as it is."""
+    if world() == 1:
+        return values
+    values = values.clone()
+    dist.all_reduce(values)
+    return values
+
+
+def gather(values: Tensor) -> Tensor:
+    """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
+    if world() == 1:
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(world())]
+    dist.all_gather(counts, torch.tensor([len(values)], dtype=torch.int64, device=values.device))
+    longest = int(torch.stack(counts).max())
+    padded = torch.cat((values, values.new_zeros((longest - len(values), *values.shape[1:]))))
+    rows = [torch.empty_like(padded) for _ in range(world())]
+    dist.all_gather(rows, padded.contiguous())
+    return torch.cat([part[: int(count)] for part, count in zip(rows, counts)])
+
+
+def objects(value: Any) -> list[Any]:
+    """Every rank's small Python value, in rank order."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value, group=_control())
+    return values
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's small Python value, on every rank."""
+    if world() == 1:
+        return value
+    word = [value]
+    dist.broadcast_object_list(word, src=0, group=_control())
+    return word[0]
