@@ -1,0 +1,276 @@
+"""Which sample goes where: the batches of a rank as a function of the step.
+
+    stream position     p = step * global_batch + position,       0 <= position < global_batch
+    sample index        order.index_at(p)
+    key                 draws.keys(seed, step, position): all randomness of the sample
+    layout              position = (micro * world + rank) * micro_batch + i
+
+The global batch of a step is thus the same samples with the same keys at any world size,
+micro-batch and worker count; micro-step m of all ranks together is one contiguous block of it.
+Nothing here has a state to save.
+
+Samples that cannot be read are replaced, listed and limited: see bad_files.py.
+"""
+
+import atexit
+import itertools
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dstrain import draws
+from dstrain.data import workers
+from dstrain.data.bad_files import BadFiles, read_items
+from dstrain.data.order import Order
+
+Batch = dict[str, Tensor]
+
+_FLIPPED = ("image", "video")
+_HELD_OUT_STEP = -1           # keys of held-out samples: a step that training never has
+_BAD = "bad"  # where a worker reports what it could not read: list of (name, reason)
+
+
+class Batches:
+    """The batches of one rank.
+
+    source: map-style, see data/images.py. global_batch: samples of one optimizer step over all
+    ranks and micro-steps.
+    micro_batch: samples of one forward pass of one rank. num_workers: processes that read ahead; 0
+    reads in this one, None chooses. folder: where bad_files.txt is written; None writes none.
+    max_bad_fraction: of the data set, tolerated (at least one file unless it is 0). flip: half of
+    the samples are mirrored, by their key. steps: read no further than this step; None has no end.
+    Raises ValueError when global_batch does not divide into micro_batch * world.
+    """
+
+    def __init__(self, source, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0,
+                 world: int = 1, num_workers: int | None = 0, device: torch.device | str = "cpu",
+                 folder: str | Path | None = None, max_bad_fraction: float = 0.01,
+                 flip: bool = True, steps: int | None = None) -> None:
+        _check(global_batch, micro_batch, rank, world)
+        self.device = torch.device(device)
+        # micro-steps of one optimizer step
+        self.accumulation = global_batch // (micro_batch * world)
+        self.wait_seconds = 0.0  # host time spent waiting for samples
+        self.num_workers = _choose(num_workers, source)
+        self._stream = _Stream(source, Order(len(source), seed), global_batch, seed, flip)
+        self._layout = (global_batch, micro_batch, rank, world)
+        self._steps = steps
+        self._bad = BadFiles(folder, len(source), max_bad_fraction)
+        self._batches: Iterator[Batch] | None = None                   # runs on from step to step
+        self._next = -1  # the step it stands before; -1: restart
+        self._release: weakref.finalize | None = None  # ends the workers that run now
+
+    def at(self, step: int) -> Iterator[Batch]:
+        """The `accumulation` micro-batches of this rank at an optimizer step, on the device.
+
+        Each is {"image": uint8 (b, C, H, W), "label": int64 (b,), "key": int64 (b,), "position":
+        int64 (b,)}. Steps asked for in sequence run on; any other step restarts the workers there.
+        """
+        if self._steps is not None and step >= self._steps:
+            raise ValueError(f"step {step} lies beyond the last, {self._steps - 1}")
+        if step != self._next:
+            self._restart(step)
+        self._next = -1  # left in the middle, the step starts again
+        for micro in range(self.accumulation):
+            batch = next(self._batches)
+            if micro == self.accumulation - 1:  # all taken, though the caller may not ask on
+                self._next = step + 1
+            yield batch
+
+    def close(self) -> None:
+        """Ends the workers; `at` may be called again."""
+        if self._release is not None:
+            self._release()
+            atexit.unregister(self._release)
+        self._release, self._batches, self._next = None, None, -1
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *_error) -> None:
+        self.close()
+
+    def _restart(self, step: int) -> None:
+        self.close()
+        options = {}
+        if self.num_workers:
+            options = dict(num_workers=self.num_workers, prefetch_factor=2,
+                           worker_init_fn=workers.prepare,
+                           multiprocessing_context=workers.context())
+        loader = DataLoader(self._stream, sampler=_Positions(step, self._steps, *self._layout),
+                            batch_size=None, collate_fn=_as_is,
+                            pin_memory=self.device.type == "cuda", **options)
+        with workers.starting() as semaphores:
+            reader = iter(loader)
+        # at exit, too, and before torch and multiprocessing, who wait for children that hear no
+        # SIGTERM: atexit runs backwards, whereas weakref's own hook may stand anywhere in it
+        self._release = weakref.finalize(self, workers.end, reader)
+        self._release.atexit = False
+        atexit.register(self._release)
+        host = self._timed(reader, semaphores)
+        self._batches = _ahead(host, self.device) if self.device.type == "cuda" else host
+
+    def _timed(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+        """Host batches, without what the workers reported along with them."""
+        for count in itertools.count(1):
+            start = time.perf_counter()
+            batch = next(reader, None)
+            if count == self.num_workers:  # they come in turn, so each worker runs
+                workers.unlink(semaphores)
+            self.wait_seconds += time.perf_counter() - start
+            if batch is None:
+                return
+            self._bad.add(batch.pop(_BAD))
+            yield batch
+
+
+def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
+             seed: int = 0, limit: int | None = None) -> Iterator[Batch]:
+    """The first `limit` samples (None: all) in their own order, shared out over the ranks, never
+    mirrored.
+
+    Every rank gets the same number of batches of the same size, so that all make the same calls.
+    The last ones are filled up with repetitions, which `valid` bool (b,) marks False: a mean over
+    the valid ones of all ranks is exact. Other entries as in Batches.at, with position = the
+    sample's index and a key that never changes: an evaluation meets the same noise each time. The
+    samples and keys do not depend on the world size.
+    """
+    if batch < 1 or not 0 <= rank < world:
+        raise ValueError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at "
+                         "least 1 sample")
+    count = len(source) if limit is None else min(limit, len(source))
+    for start in range(rank * batch, -(-count // (batch * world)) * batch * world, batch * world):
+        position = torch.arange(start, start + batch)
+        valid = position < count
+        position = position.clamp(max=count - 1)
+        there = position[: max(int(valid.sum()), 1)]
+        items, bad = read_items(source, there.tolist())
+        if bad:
+            warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}",
+                          stacklevel=2)
+        items += items[-1:] * (batch - len(items))
+        key = draws.keys(seed, _HELD_OUT_STEP, position)
+        full = _stack(items) | {"key": key, "position": position, "valid": valid}
+        yield {name: tensor.to(device) for name, tensor in full.items()}
+
+
+class _Stream:
+    """The data set as a DataLoader sees it: a range of stream positions in, one finished
+    micro-batch out.
+    """
+
+    def __init__(self, source, order: Order, global_batch: int, seed: int, flip: bool) -> None:
+        self.source, self.order, self.flip = source, order, flip
+        self.global_batch, self.seed = global_batch, seed
+
+    def __getitem__(self, stream: range) -> dict:
+        step = stream.start // self.global_batch
+        positions = torch.arange(stream.start, stream.stop)                                 # (b,)
+        items, bad = read_items(self.source, self.order.index_at(positions).tolist())
+        positions -= step * self.global_batch
+        key = draws.keys(self.seed, step, positions)
+        batch = _stack(items)
+        if self.flip:
+            mirrored = draws.uniform(key, "flip") < 0.5                                     # (b,)
+            for name in _FLIPPED:
+                if name in batch:
+                    batch[name][mirrored] = batch[name][mirrored].flip(-1)
+        return batch | {"key": key, "position": positions, _BAD: bad}
+
+
+class _Positions:
+    """The stream positions of each micro-batch of a rank, from a step on: an endless sampler, or up
+    to `steps`.
+    """
+
+    def __init__(self, step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,
+                 world: int) -> None:
+        self.steps = itertools.count(step) if steps is None else range(step, steps)
+        self.micro_batch = micro_batch
+        self.global_batch = global_batch
+        self.offsets = range(rank * micro_batch, global_batch, world * micro_batch)
+
+    def __iter__(self) -> Iterator[range]:
+        for step in self.steps:
+            for offset in self.offsets:
+                start = step * self.global_batch + offset
+                yield range(start, start + self.micro_batch)
+
+
+def _stack(items: list[dict]) -> Batch:
+    """Items of equal shapes -> a batch; numbers become int64 (b,)."""
+    return {name: torch.stack([item[name] for item in items]) if isinstance(first, Tensor)
+            else torch.tensor([item[name] for item in items])
+            for name, first in items[0].items()}
+
+
+def _as_is(batch: dict) -> dict:
+    return batch
+
+
+def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in
+    use.
+    """
+    side = torch.cuda.Stream(device)
+
+    def send(host: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(side):
+            there = {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
+            return there, side.record_event()
+
+    ready = None
+    for host in batches:
+        coming = send(host)
+        if ready is not None:
+            yield _hand_over(*ready, device)
+        ready = coming
+    if ready is not None:
+        yield _hand_over(*ready, device)
+
+
+def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Orders the current stream behind the copy; record_stream keeps the allocator from giving the
+    memory away.
+    """
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for tensor in batch.values():
+        tensor.record_stream(current)
+    return batch
+
+
+def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
+    if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
+        raise ValueError(f"batch.global={global_batch} and batch.micro={micro_batch} are at "
+                         f"least 1, and rank {rank} is one of {world}")
+    if global_batch % (micro_batch * world):
+        unit = micro_batch * world
+        below = global_batch // unit * unit
+        advice = f"batch.global={below or unit}" + (f" or {below + unit}" if below else "")
+        if global_batch % world == 0:
+            share = global_batch // world
+            fitting = [n for n in range(min(share, micro_batch), 0, -1) if share % n == 0][:3]
+            advice += f", or batch.micro={' or '.join(map(str, fitting))}"
+        raise ValueError(f"batch.global={global_batch} is no multiple of "
+                         f"batch.micro={micro_batch} x {world} ranks = {unit}: choose {advice}")
+
+
+def _choose(num_workers: int | None, source) -> int:
+    """None: no workers for data in memory, else the cores of this rank, at most 8."""
+    if num_workers is not None:
+        return num_workers
+    if getattr(source, "light", False):
+        return 0
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):              # Linux: a job may be bound to some of them
+        cores = len(os.sched_getaffinity(0))
+    return max(1, min(8, cores // ranks_here))

@@ -1,0 +1,119 @@
+"""From an image file to a square of pixels: guarded decoding, RGB, and the ADM centre crop.
+
+The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use:
+halve with BOX while the shorter side is at least twice the target, resize it to the target with
+BICUBIC, cut out the middle. EXIF orientation is ignored, as there. Unlike there, transparency is
+laid on white (dropping the alpha channel shows whatever colours lie beneath), and 16-bit grey is
+scaled to 8 bits (Pillow would clip it at 255).
+"""
+
+import errno
+import math
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
+# by content; the other parsers of Pillow stay out of reach
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+# 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and
+# below the 179 megapixels at which Pillow refuses by itself.
+PIXEL_CAP = 1 << 27
+
+_PASSING = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR,
+            errno.ENOMEM, errno.EMFILE}
+
+
+def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False,
+               pixel_cap: int = PIXEL_CAP) -> Tensor:
+    """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
+
+    draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster,
+    other pixels).
+    pixel_cap: more pixels than this in the header is an error before anything is decoded.
+    Raises whatever Pillow raises on a broken file, OSError on storage that fails three times,
+    ValueError at the cap.
+    """
+    for attempt in range(3):
+        try:
+            return _read(path, image_size, channels, draft, pixel_cap)
+        except OSError as error:
+            # where the storage failed and not the file, a second run would meet no substitute
+            if error.errno not in _PASSING or attempt == 2:
+                raise
+            time.sleep(0.2 * 5 ** attempt)
+
+
+def _read(path: str | Path, image_size: int, channels: int, draft: bool, pixel_cap: int) -> Tensor:
+    with open(path, "rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
+        with Image.open(file, formats=FORMATS) as image:
+            if image.width * image.height > pixel_cap:
+                raise ValueError(f"{image.width} x {image.height} pixels exceed the cap of "
+                                 f"{pixel_cap}")
+            if draft:
+                image.draft(None, (image_size, image_size))
+            image.load()
+            return to_tensor(center_crop(to_mode(image, channels), image_size))
+
+
+def to_mode(image: Image.Image, channels: int) -> Image.Image:
+    """Any Pillow image as RGB (channels 3) or L (channels 1)."""
+    mode = {1: "L", 3: "RGB"}[channels]
+    if image.mode == mode and "transparency" not in image.info:
+        return image  # convert() would copy
+    if image.mode.startswith("I"):
+        wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
+        image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert(mode)
+
+
+def center_crop(image: Image.Image, image_size: int) -> Image.Image:
+    """The ADM centre crop, bit for bit, of an RGB or L image: (image_size, image_size).
+
+    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes
+    may be called one by one, and the middle be cut out between them, without a changed bit. (A
+    `box` would save more, but its corners are float32 inside Pillow, which changes a few pixels.)
+    Recent versions take rows first where an image is more than twice as high as wide: such an
+    image, and any near that, goes through in one call.
+    """
+    while min(image.size) >= 2 * image_size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = image_size / min(image.size)
+    width, height = round(image.width * scale), round(image.height * scale)
+    x, y = (width - image_size) // 2, (height - image_size) // 2
+    if image.height > 1.75 * image.width:
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        return image.crop((x, y, x + image_size, y + image_size))
+    image = _columns(image, width, height, y, image_size)
+    image = image.crop((x, 0, x + image_size, image.height))
+    image = image.resize((image_size, height), Image.Resampling.BICUBIC)
+    return image if height == image_size else image.crop((0, y, image_size, y + image_size))
+
+
+def _columns(image: Image.Image, width: int, height: int, y: int, image_size: int) -> Image.Image:
+    """The first pass, to `width`, over rows that y .. y + image_size will read; others blank."""
+    full, ratio = image.height, image.height / height
+    reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
+    top = max(0, math.floor(y * ratio - reach))
+    bottom = min(full, math.ceil((y + image_size) * ratio + reach))
+    if (top, bottom) == (0, full):
+        return image.resize((width, full), Image.Resampling.BICUBIC)
+    image = image.crop((0, top, image.width, bottom))
+    image = image.resize((width, bottom - top), Image.Resampling.BICUBIC)
+    return image.crop((0, -top, width, full - top))
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An RGB or L image as uint8 (C, H, W); by bands, half the cost of a transposed array."""
+    bands = image.split()
+    pixels = bytearray().join(band.tobytes() for band in bands)
+    return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)

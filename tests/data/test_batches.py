@@ -1,0 +1,240 @@
+"""Which sample goes where, and what becomes of broken ones."""
+
+import itertools
+
+import pytest
+import torch
+
+from dstrain import draws
+from dstrain.data.bad_files import BadFiles
+from dstrain.data.batches import Batches, held_out
+from dstrain.data.images import open_images
+from dstrain.data.order import Order
+from tests.support.pictures import BROKEN, break_file, folder
+from tests.support.sources import Numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **options):
+    """The global batches of `steps`, put together from all ranks in order of position."""
+    settings = dict(global_batch=24, seed=3) | options
+    parts = {step: [] for step in steps}
+    for rank in range(world):
+        with Batches(source, micro_batch=micro_batch, rank=rank, world=world,
+                     num_workers=num_workers, **settings) as batches:
+            for step in steps:
+                parts[step] += batches.at(step)
+    whole = []
+    for step in steps:
+        batch = {name: torch.cat([part[name] for part in parts[step]]) for name in parts[step][0]}
+        order = batch["position"].argsort()
+        whole.append({name: tensor[order] for name, tensor in batch.items()})
+    return whole
+
+
+def same(one, other):
+    """Whether two lists of batches hold the same names and the same bits."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other))
+
+
+def test_samples_and_keys_are_the_formula():
+    """Oracle: the contract: order.index_at(step * global + position), draws.keys, the flip by the
+    key.
+    """
+    source, position = Numbers(100), torch.arange(24)
+    for step, batch in zip((0, 1, 77), global_batches(source, (0, 1, 77))):
+        assert torch.equal(batch["position"], position)
+        assert torch.equal(batch["label"], Order(100, 3).index_at(step * 24 + position))
+        assert torch.equal(batch["key"], draws.keys(3, step, position))
+        flipped = draws.uniform(batch["key"], "flip") < 0.5
+        assert 3 < flipped.sum() < 21
+        for image, label, flip in zip(batch["image"], batch["label"].tolist(), flipped):
+            expected = source[label]["image"]
+            assert torch.equal(image, expected.flip(-1) if flip else expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_same_global_batch_at_any_world_and_worker_count(num_workers):
+    """Oracle: one rank without workers; from a step in the middle, over an epoch's end (50 samples,
+    24 a step).
+    """
+    source, steps = Numbers(50), (5, 6, 7)
+    expected = global_batches(source, steps)
+    layouts = ((2, 4), (4, 6)) if num_workers else ((1, 24), (1, 3), (2, 4), (4, 3), (4, 6))
+    for world, micro_batch in layouts:
+        assert same(global_batches(source, steps, world, micro_batch, num_workers), expected)
+
+
+def test_an_epoch_is_every_sample_once():
+    """Oracle: counting, at a data set size that the global batch does not divide."""
+    batches = global_batches(Numbers(50), range(25))
+    labels = torch.cat([batch["label"] for batch in batches])
+    for epoch in labels.split(50):
+        assert torch.equal(epoch.sort().values, torch.arange(50))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_step_in_any_order(num_workers):
+    """Oracle: a fresh loader at that step: after a jump, a repetition, a step left in the middle,
+    and close().
+    """
+    sizes = dict(global_batch=24, micro_batch=8, seed=3)
+    with Batches(Numbers(50), **sizes, num_workers=num_workers) as batches:
+        for step in (0, 1, 9, 9, 2):
+            assert same(list(batches.at(step)), list(Batches(Numbers(50), **sizes).at(step)))
+        next(batches.at(3))  # left after one of three micro-batches
+        assert next(batches.at(4))["key"][0] == draws.keys(3, 4, torch.arange(1))[0]
+        batches.close()
+        assert len(list(batches.at(5))) == batches.accumulation == 3
+        assert batches.wait_seconds > 0
+
+
+def test_in_sequence_the_loader_runs_on():
+    """Oracle: the identity of the running iterator, also for a caller that takes one micro-batch
+    with next().
+    """
+    batches = Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0)
+    next(batches.at(0))
+    running = batches._batches
+    next(batches.at(1))
+    assert batches._batches is running
+
+
+def test_the_last_step_ends():
+    """Oracle: the contract: `steps` bounds what is read, and asking beyond it is an error."""
+    with Batches(Numbers(50), global_batch=8, micro_batch=4, seed=0, steps=3,
+                 num_workers=1) as batches:
+        assert sum(len(list(batches.at(step))) for step in range(3)) == 6
+        with pytest.raises(ValueError, match="beyond the last"):
+            next(batches.at(3))
+
+
+def test_no_flip():
+    """Oracle: the source's own pixels."""
+    source = Numbers(50)
+    batch = global_batches(source, (0,), flip=False)[0]
+    plain = torch.stack([source[i]["image"] for i in batch["label"].tolist()])
+    assert torch.equal(batch["image"], plain)
+
+
+@pytest.mark.parametrize("sizes,advice", [
+    (dict(global_batch=30, micro_batch=8, world=4), "batch.global=32"),
+    (dict(global_batch=40, micro_batch=8, world=4),
+     "batch.global=32 or 64, or batch.micro=5 or 2 or 1"),
+    (dict(global_batch=64, micro_batch=64, world=2), "batch.micro=32"),
+    (dict(global_batch=0, micro_batch=1, world=1), "at least 1"),
+    (dict(global_batch=4, micro_batch=1, world=2, rank=2), "rank 2"),
+])
+def test_batch_sizes_that_do_not_fit(sizes, advice):
+    """Oracle: the contract: a ValueError that names sizes that do fit."""
+    with pytest.raises(ValueError, match=advice):
+        Batches(Numbers(100), seed=0, **sizes)
+
+
+# ---------------------------------------------------------------------------------------- held out
+
+
+@pytest.mark.parametrize("world,batch", [(1, 7), (2, 8), (3, 5), (4, 64), (8, 1)])
+@pytest.mark.parametrize("size", [1, 16, 33])
+def test_held_out_is_exact(world, batch, size):
+    """Oracle: each sample is valid exactly once over all ranks; same calls, same shapes; keys as on
+    one rank.
+    """
+    ranks = [list(held_out(Numbers(size), batch, rank, world, seed=5)) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    every = [b for batches in ranks for b in batches]
+    assert all(len(b[name]) == batch for b in every for name in ("label", "valid", "image"))
+    labels = torch.cat([b["label"][b["valid"]] for b in every])
+    assert torch.equal(labels.sort().values, torch.arange(size))
+    keys = torch.cat([b["key"][b["valid"]] for b in every])[labels.argsort()]
+    assert torch.equal(keys, draws.keys(5, -1, torch.arange(size)))
+    assert sum(len(b["label"]) for b in held_out(Numbers(33), 4, limit=10)) == 12
+
+
+# -------------------- broken files
+
+
+def test_five_percent_bad_is_the_same_everywhere(tmp_path):
+    """Oracle: world 1 without workers; 5 % of the files broken in every way: complete, equal, each
+    listed once.
+    """
+    root = folder(tmp_path / "data", 2, 50)
+    broken = {f"c{i % 2}/{7 * i + 3:03}.png": how for i, how in enumerate(BROKEN)}
+    source = open_images(root, 16)  # listed before they break, as on a failing disk
+    for name, how in broken.items():
+        break_file(root / name, how)
+    runs = {}
+    for world, num_workers in ((1, 0), (4, 0), (4, 1)):
+        listed = tmp_path / f"run{world}{num_workers}"
+        runs[world, num_workers] = global_batches(source, range(5), world, 3, num_workers,
+                                                  folder=listed, max_bad_fraction=0.05)
+        lines = (listed / "bad_files.txt").read_text().splitlines()
+        assert sorted(line.split("\t")[0] for line in lines) == sorted(broken)
+        assert all(line.split("\t")[1] for line in lines)
+    assert same(runs[1, 0], runs[4, 0]) and same(runs[1, 0], runs[4, 1])
+
+
+@pytest.mark.filterwarnings("ignore:cannot be read")
+def test_the_substitute_is_the_next_that_reads():
+    """Oracle: by hand: 3 and 4 give 5, the last gives the first."""
+    source = Numbers(10, bad=(3, 4, 9))
+    batches = Batches(source, global_batch=10, micro_batch=10, seed=1, max_bad_fraction=1.0)
+    batch = next(batches.at(0))
+    wanted = Order(10, 1).index_at(torch.arange(10)).tolist()
+    assert batch["label"].tolist() == [{3: 5, 4: 5, 9: 0}.get(index, index) for index in wanted]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_too_many_bad_files_end_the_run(tmp_path, num_workers):
+    """Oracle: the contract: the error names count, limit, list and key."""
+    message = r"6 of 100 .* the 5 that data.max_bad_fraction=0.05 .*bad_files.txt"
+    with Batches(Numbers(100, bad=tuple(range(6))), global_batch=20, micro_batch=20, seed=0,
+                 num_workers=num_workers, folder=tmp_path, max_bad_fraction=0.05) as batches:
+        with pytest.raises(ValueError, match=message):
+            for step in range(5):
+                list(batches.at(step))
+
+
+def test_the_limit_counts_all_ranks_together(tmp_path):
+    """Oracle: 3 + 3 different bad files of two ranks exceed a limit of 5, none by itself; also
+    after a resume.
+    """
+    one, two = (BadFiles(tmp_path, 100, 0.05) for _ in range(2))
+    one.add([(f"a{i}", "x") for i in range(3)])
+    one.add([("a0", "again")])
+    with pytest.raises(ValueError, match="6 of 100"):
+        two.add([(f"b{i}", "y") for i in range(3)])
+    assert len((tmp_path / "bad_files.txt").read_text().splitlines()) == 6
+    with pytest.raises(ValueError, match="7 of 100"):
+        BadFiles(tmp_path, 100, 0.05).add([("c\n\td", "z\nz")])
+
+
+def test_limits():
+    """Oracle: the contract: at least one is tolerated, unless the fraction is 0."""
+    assert [BadFiles(None, 10, fraction).limit for fraction in (0, 0.01, 0.29, 1)] == [0, 1, 2, 10]
+    assert BadFiles(None, 100, 0.29).limit == 29
+    with pytest.warns(UserWarning, match="a.png"):
+        BadFiles(None, 10, 0.01).add([("a.png", "x")])
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="1 of 10"):
+        BadFiles(None, 10, 0.0).add([("a.png", "x")])
+    with pytest.raises(ValueError, match="data.max_bad_fraction"):
+        BadFiles(None, 10, 1.5)
+
+
+def test_nothing_can_be_read():
+    """Oracle: the contract: the search for a substitute is bounded and its end an error."""
+    with pytest.raises(ValueError, match="10 samples in a row"):
+        next(Batches(Numbers(10, tuple(range(10))), global_batch=2, micro_batch=2, seed=0).at(0))
+
+
+def test_a_fault_of_the_source_is_not_hidden():
+    """Oracle: only BadSample is replaced; any other error comes through a worker as it is."""
+    for num_workers in (0, 1):
+        with Batches(Numbers(10), global_batch=2, micro_batch=2, seed=0,
+                     num_workers=num_workers) as batches:
+            batches._stream.source.bad = None                          # `in None` raises TypeError
+            with pytest.raises(TypeError):
+                list(itertools.islice(batches.at(0), 1))
