@@ -1,0 +1,313 @@
+"""Gaussian diffusion in discrete time: q(x_t | x_start), its posterior, the network's p, losses and bits/dim.
+
+Notation: x_start is data in [-1, 1] (or latents), eps ~ N(0, I), t int64 in [0, T) where 0 means one step of noise,
+
+    x_t = sqrt(alphas_cumprod_t) x_start + sqrt(1 - alphas_cumprod_t) eps                      DDPM, Equation 4
+    v   = sqrt(alphas_cumprod_t) eps     - sqrt(1 - alphas_cumprod_t) x_start                  Salimans & Ho 2022
+
+The network is an argument of every method, a callable (x_t, timesteps) -> Tensor; it sees the timesteps of the original
+chain even where the chain is respaced. Its output is brought to float32 (float64 stays) at this boundary.
+
+Sources: Ho et al. 2020 (DDPM), Nichol & Dhariwal 2021 (IDDPM: learned variance Equation 15, hybrid loss Equation 16).
+
+Speed: all coefficients are columns of one table (T, K), computed in float64, moved to a device once. A step gathers
+its rows by one indexing and never waits for the host.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dstrain.diffusion import schedule
+from dstrain.diffusion.likelihood import discretized_log_likelihood, mean_flat, normal_kl
+
+Network = Callable[[Tensor, Tensor], Tensor]
+Noise = Callable[[int], Tensor]                   # the i-th draw, i = 0, 1, ...
+Progress = Callable[[Iterable[int]], Iterable[int]]                      # tqdm and the like; `iter` shows nothing
+
+PREDICTIONS = ("eps", "x_start", "v", "previous_x")
+VARIANCES = ("fixed_small", "fixed_large", "learned", "learned_range")
+LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
+
+
+class GaussianDiffusion:
+    """One chain and one convention of what the network predicts.
+
+    betas             (T,) of this chain; see schedule.betas and schedule.respace.
+    prediction        what the first half of the network's channels is: eps | x_start | v | previous_x.
+    variance          fixed_small (posterior), fixed_large (beta), learned (log variance is an output), learned_range
+                      (an output in [-1, 1] between the two). Learned ones double the network's channels.
+    loss              mse (plus the bound in bits where the variance is learned, with no gradient into the mean),
+                      rescaled_mse (that bound times T / 1000), kl (the bound), rescaled_kl (the bound times T).
+    timestep_map      (T,) timesteps of the original chain; None means that this is the original chain.
+    original_steps    length of the original chain; None means T.
+    rescale_timesteps the network sees float t * 1000 / original_steps instead of int64 t.
+    """
+
+    def __init__(self, betas: Tensor, *, prediction: str = "eps", variance: str = "learned_range", loss: str = "mse",
+                 timestep_map: Sequence[int] | None = None, original_steps: int | None = None,
+                 rescale_timesteps: bool = False) -> None:
+        for key, value, known in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
+                                  ("loss", loss, LOSSES)):
+            if value not in known:
+                raise ValueError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
+        self.num_timesteps = len(betas)
+        self.prediction, self.variance, self.loss = prediction, variance, loss
+        self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)
+        self.original_steps = original_steps or self.num_timesteps
+        self.rescale_timesteps = rescale_timesteps
+        self.learns_variance = variance.startswith("learned")
+        self.tables = _tables(betas.double(), prediction, variance)      # float64 (T,) each, on the CPU
+        self._column = {name: k for k, name in enumerate(self.tables)}
+        self._stacked: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._times: dict[torch.device, Tensor] = {}
+
+    def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
+        """The chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
+        kept = schedule.space_timesteps(self.num_timesteps, spec)
+        return GaussianDiffusion(
+            schedule.respace(self.tables["betas"], kept), prediction=self.prediction, variance=self.variance,
+            loss=self.loss, timestep_map=[self.timestep_map[t] for t in kept], original_steps=self.original_steps,
+            rescale_timesteps=self.rescale_timesteps)
+
+    # ------------------------------------------------------------------------------------------------- the network
+
+    def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(prediction, variance values or None), float32, each of x_t's shape."""
+        out = at_boundary(network(x_t, self.times(t)))
+        if not self.learns_variance:
+            return out, None
+        if out.shape[1] != 2 * x_t.shape[1]:
+            raise ValueError(f"variance: {self.variance} needs a network with {2 * x_t.shape[1]} output channels, "
+                             f"this one has {out.shape[1]}; set learn_sigma, or a fixed variance")
+        prediction, values = out.chunk(2, dim=1)
+        return prediction, values
+
+    def times(self, t: Tensor) -> Tensor:
+        """What the network is told: timesteps of the original chain, (B,) int64, or float32 where rescaled."""
+        if t.device not in self._times:
+            with torch.inference_mode(False):
+                times = torch.tensor(self.timestep_map)
+                if self.rescale_timesteps:
+                    times = times.float() * (1000.0 / self.original_steps)
+                self._times[t.device] = times.to(t.device)
+        return self._times[t.device][t]
+
+    # ------------------------------------------------------------------------------------------ q: from data to noise
+
+    def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """x_t given x_start and eps. Equation 4 of DDPM."""
+        signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        return torch.addcmul(signal * x_start, sigma, noise)
+
+    def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
+        first, second, log_variance = self._at(
+            t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped")
+        return torch.addcmul(first * x_start, second, x_t), log_variance
+
+    def target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """What the network should predict."""
+        if self.prediction == "eps":
+            return noise
+        if self.prediction == "x_start":
+            return x_start
+        if self.prediction == "previous_x":
+            return self.q_posterior(x_start, x_t, t)[0]
+        signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        return signal * noise - sigma * x_start
+
+    # --------------------------------------------------------------------------------- p: from the network's prediction
+
+    def p_mean_variance(self, network: Network, x_t: Tensor, t: Tensor,
+                        clip_denoised: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, log variance (broadcastable), predicted x_start) of p(x_{t-1} | x_t).
+
+        clip_denoised keeps the predicted x_start in [-1, 1]: for pixels, not for latents.
+        """
+        prediction, values = self.call(network, x_t, t)
+        x_start = self.x_start_of(prediction, x_t, t)
+        if clip_denoised:
+            x_start = x_start.clamp(-1, 1)
+        mean = prediction if self.prediction == "previous_x" else self.q_posterior(x_start, x_t, t)[0]
+        return mean, self._log_variance(values, x_t, t), x_start
+
+    def x_start_of(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The x_start that a prediction amounts to."""
+        if self.prediction == "x_start":
+            return prediction
+        if self.prediction == "eps":
+            one, other = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
+        elif self.prediction == "v":
+            one, other = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        else:                                     # the posterior mean, solved for x_start
+            first, second = self._at(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
+            return (prediction - second * x_t) / first
+        return one * x_t - other * prediction
+
+    def eps_of(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The eps between x_start and x_t."""
+        one, other = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
+        return (one * x_t - x_start) / other
+
+    def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
+        if self.variance == "learned":
+            return values
+        if self.variance == "learned_range":      # Equation 15 of IDDPM, about the middle of the range
+            middle, half = self._at(t, x_t, "range_middle", "range_half")
+            return torch.addcmul(middle, half, values)
+        return self._at(t, x_t, "fixed_log_variance")[0]
+
+    # --------------------------------------------------------------------------------------------------------- losses
+
+    def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """Per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
+
+        In every convention the predicted mean errs by gain_t (prediction - target): squared errors serve mse and
+        bound, and x_start need not be formed, which in float32 would cancel.
+        """
+        x_t = self.q_sample(x_start, t, noise)
+        prediction, values = self.call(network, x_t, t)
+        error = prediction - self.target(x_start, x_t, t, noise)
+        squares = error.square()
+        mse = mean_flat(squares)
+        if self.loss in ("kl", "rescaled_kl"):
+            vb = self._bound(error, squares, mse, values, x_start, t)
+            loss = vb * self.num_timesteps if self.loss == "rescaled_kl" else vb
+            return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
+        if not self.learns_variance:
+            return {"loss": mse, "mse": mse.detach()}
+        # The bound teaches the variance only: no gradient into the mean.
+        vb = self._bound(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
+        if self.loss == "rescaled_mse":
+            vb = vb * (self.num_timesteps / 1000.0)
+        return {"loss": mse + vb, "mse": mse.detach(), "vb": vb.detach()}
+
+    def _bound(self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor,
+               t: Tensor) -> Tensor:
+        """One term of the variational bound, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
+
+        With u = log variance - log posterior variance and G = gain^2 / posterior variance,
+
+            KL = mean(u - 1 + e^-u (1 + G error^2)) / 2 = (mean(u + (e^-u - 1)(1 + G error^2)) + G mse) / 2,
+
+        where nothing cancels for small u, unlike in the difference of two log variances.
+        """
+        gain, share = self._at(t, x_start, "mean_gain", "mean_gain_share")
+        ratio = self._log_ratio(values, x_start, t)                      # -u
+        rest = torch.addcmul(ratio, torch.expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
+        kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
+        if _readable(t):                          # on the CPU t may be read: the costly NLL only where it counts
+            first = (t == 0).nonzero().flatten()
+            if len(first):
+                nll = self._decoder_bound(error[first], gain[first], ratio[first], x_start[first], t[first])
+                kl = kl.index_copy(0, first, nll)
+        else:                                     # on an accelerator: both for all samples, no look at t
+            kl = torch.where(t == 0, self._decoder_bound(error, gain, ratio, x_start, t), kl)
+        return kl * (1 / math.log(2.0))
+
+    def _decoder_bound(self, error: Tensor, gain: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
+        """The decoder's NLL in nats (B,), meant for t = 0, where the posterior's mean is x_start."""
+        log_variance = self._at(t, x_start, "posterior_log_variance_clipped")[0] - ratio
+        return mean_flat(-discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance))
+
+    def _log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
+        """Log of (posterior variance / p's), broadcastable to x."""
+        if self.variance == "learned_range":
+            half = -self._at(t, x, "range_half")[0]
+            return torch.addcmul(half, half, values)
+        return self._at(t, x, "posterior_log_variance_clipped")[0] - self._log_variance(values, x, t)
+
+    def prior_bits(self, x_start: Tensor) -> Tensor:
+        """KL of q(x_T | x_start) from N(0, I), bits per dimension (B,)."""
+        last = torch.full((len(x_start),), self.num_timesteps - 1, device=x_start.device)
+        signal, log_variance = self._at(last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod")
+        return mean_flat(normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
+
+    @torch.no_grad()
+    def bits_per_dim(self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True,
+                     progress: Progress = iter) -> dict[str, Tensor]:
+        """The whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
+
+        Column 0 and noise(0) are the last timestep, the order in which the chain is walked. T calls of the network.
+        """
+        columns: dict[str, list[Tensor]] = {"vb": [], "mse": [], "x_start_mse": []}
+        for draw, step in enumerate(progress(range(self.num_timesteps - 1, -1, -1))):
+            t, eps = torch.full((len(x_start),), step, device=x_start.device), noise(draw)
+            x_t = self.q_sample(x_start, t, eps)
+            mean, log_variance, predicted = self.p_mean_variance(network, x_t, t, clip_denoised)
+            if step == 0:
+                bound = -discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
+            else:
+                bound = normal_kl(*self.q_posterior(x_start, x_t, t), mean, log_variance)
+            columns["vb"].append(mean_flat(bound) / math.log(2.0))
+            columns["mse"].append(mean_flat((self.eps_of(predicted, x_t, t) - eps).square()))
+            columns["x_start_mse"].append(mean_flat((predicted - x_start).square()))
+        terms = {name: torch.stack(column, dim=1) for name, column in columns.items()}
+        prior = self.prior_bits(x_start)
+        return {"total": terms["vb"].sum(dim=1) + prior, "prior": prior, **terms}
+
+    # --------------------------------------------------------------------------------------------------------- tables
+
+    def _at(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
+        """Columns `names` at the timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
+        rows = self._table(x)[t]                                                                  # (B, K)
+        shape = (len(t),) + (1,) * (x.ndim - 1)
+        return [rows[:, self._column[name]].view(shape) for name in names]
+
+    def _table(self, x: Tensor) -> Tensor:
+        dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+        place = (x.device, dtype)
+        if place not in self._stacked:
+            with torch.inference_mode(False):
+                self._stacked[place] = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)
+        return self._stacked[place]
+
+
+def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
+    """All coefficients by name, float64 (T,)."""
+    one = torch.ones(1, dtype=torch.float64)
+    alphas_cumprod = torch.cumprod(1 - betas, dim=0)
+    previous = torch.cat((one, alphas_cumprod[:-1]))
+    posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
+    # At t = 0 the posterior is a point; its log variance is that of t = 1 (of beta where there is no other step).
+    clipped = posterior_variance.clone()
+    clipped[0] = posterior_variance[1] if len(betas) > 1 else betas[0]
+    large = betas.clone()
+    large[0] = clipped[0]                         # a likelihood at t = 0 needs the smaller one (DDPM, section 3.2)
+    low, high = clipped.log(), betas.log()
+    first = betas * previous.sqrt() / (1 - alphas_cumprod)
+    recipm1 = (1 / alphas_cumprod - 1).sqrt()
+    sigma = (1 - alphas_cumprod).sqrt()
+    gain = {"eps": -first * recipm1, "v": -first * sigma, "x_start": first, "previous_x": torch.ones_like(betas)}
+    return {
+        "betas": betas,
+        "alphas_cumprod": alphas_cumprod,
+        "alphas_cumprod_previous": previous,
+        "alphas_cumprod_next": torch.cat((alphas_cumprod[1:], 0 * one)),
+        "sqrt_alphas_cumprod": alphas_cumprod.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": sigma,
+        "log_one_minus_alphas_cumprod": (1 - alphas_cumprod).log(),
+        "sqrt_recip_alphas_cumprod": (1 / alphas_cumprod).sqrt(),
+        "sqrt_recipm1_alphas_cumprod": recipm1,
+        "posterior_variance": posterior_variance,
+        "posterior_log_variance_clipped": low,
+        "posterior_mean_coef1": first,
+        "posterior_mean_coef2": (1 - previous) * (1 - betas).sqrt() / (1 - alphas_cumprod),
+        "fixed_log_variance": low if variance == "fixed_small" else large.log(),
+        "range_middle": (high + low) / 2,
+        "range_half": (high - low) / 2,
+        "mean_gain": gain[prediction],
+        "mean_gain_share": gain[prediction] ** 2 / clipped,
+    }
+
+
+def at_boundary(out: Tensor) -> Tensor:
+    """A network's output in the precision of losses and samplers: float32, float64 kept."""
+    return out if out.dtype == torch.float64 else out.float()
+
+
+def _readable(t: Tensor) -> bool:
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,113 @@
+"""Noise schedules of discrete-time diffusion: betas by name, and the subset of timesteps that a short chain visits.
+
+Notation of Ho et al. 2020 (DDPM): beta_t is the variance added between x_{t-1} and x_t, alphas_cumprod the product of
+(1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; tables go to a device in
+gaussian.py.
+
+Sources: linear, quad, warmup, const and jsd are those of DDPM's experiments; cosine is Nichol & Dhariwal 2021
+(Equation 17); respacing is their section 4 ("Improving Sampling Speed"), `ddimN` the stride of Song et al. 2020.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd")
+
+BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
+
+
+def betas(name: str, num_timesteps: int) -> Tensor:
+    """The schedule `name` over `num_timesteps` steps: float64 (T,).
+
+    `linear` is scaled by 1000 / T, so that any T ends at about the same noise; the other schedules of DDPM keep their
+    end points, as published. Raises ValueError for an unknown name, or where the scaling leaves (0, 1].
+    """
+    if num_timesteps < 1:
+        raise ValueError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
+    if name == "linear":
+        scale = 1000 / num_timesteps
+        table = _line(scale * BETA_START, scale * BETA_END, num_timesteps)
+    elif name in ("cosine", "squaredcos_cap_v2"):
+        table = _cosine(num_timesteps)
+    elif name == "quad":
+        table = _line(BETA_START ** 0.5, BETA_END ** 0.5, num_timesteps) ** 2
+    elif name in ("warmup10", "warmup50"):
+        table = _warmup(num_timesteps, int(name.removeprefix("warmup")) / 100)
+    elif name == "const":
+        table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
+    elif name == "jsd":                           # 1/T, 1/(T-1), ..., 1
+        table = 1 / _line(num_timesteps, 1, num_timesteps)
+    else:
+        raise ValueError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
+    if not bool(((table > 0) & (table <= 1)).all()):
+        raise ValueError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
+                         f"{float(table.max()):.3g}; take more steps or the cosine schedule")
+    return table
+
+
+def _line(start: float, end: float, count: int) -> Tensor:
+    return torch.linspace(start, end, count, dtype=torch.float64)
+
+
+def _warmup(num_timesteps: int, fraction: float) -> Tensor:
+    table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
+    length = max(int(num_timesteps * fraction), 1)
+    table[:length] = _line(BETA_START, BETA_END, length)
+    return table
+
+
+def _cosine(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
+    """alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation 17."""
+    time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
+    remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
+    return (1 - remaining[1:] / remaining[:-1]).clamp(max=largest)
+
+
+def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
+    """The timesteps that a shorter chain keeps, ascending.
+
+    `spec` is "" for all, "250" for one section of 250 (first and last step kept), "10,15,20" (or a list) for equal
+    sections of the chain with so many each, "ddim50" for every (T / 50)-th step from 0 on.
+    Raises ValueError where a section holds fewer steps than are asked of it, or no integer stride gives N.
+    """
+    if isinstance(spec, str) and spec.startswith("ddim"):
+        return _strided(num_timesteps, int(spec.removeprefix("ddim")))
+    if isinstance(spec, str):
+        spec = [int(part) for part in spec.split(",")] if spec else [num_timesteps]
+    size, larger = divmod(num_timesteps, len(spec))
+    kept, start = [], 0
+    for section, count in enumerate(spec):
+        length = size + (section < larger)
+        if not 0 < count <= length:
+            raise ValueError(f"respacing: section {section} has {length} timesteps, {count} were asked of it; "
+                             f"ask for 1 to {length}")
+        stride = (length - 1) / (count - 1) if count > 1 else 1.0
+        # The stride is summed, not multiplied: published chains were rounded from this very sum.
+        places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
+        kept += [start + round(place) for place in places]
+        start += length
+    return sorted(set(kept))
+
+
+def _strided(num_timesteps: int, count: int) -> list[int]:
+    for stride in range(1, num_timesteps + 1):
+        if len(range(0, num_timesteps, stride)) == count:
+            return list(range(0, num_timesteps, stride))
+    raise ValueError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as ddim{count} asks; "
+                     f"take a divisor of {num_timesteps}, or '{count}' without ddim")
+
+
+def has_stride(num_timesteps: int, count: int) -> bool:
+    """Whether "ddimN" exists for N = `count`."""
+    return count > 0 and any(len(range(0, num_timesteps, stride)) == count for stride in range(1, num_timesteps + 1))
+
+
+def respace(original: Tensor, kept: Sequence[int]) -> Tensor:
+    """Betas of the chain that visits only `kept` and has the same marginals there: (T,), K indices -> float64 (K,)."""
+    alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(kept)]
+    previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))
+    return 1 - alphas_cumprod / previous

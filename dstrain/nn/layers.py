@@ -1,0 +1,126 @@
+"""Layers that two systems use. Whatever owns parameters or buffers sets them all in its own `reset_parameters`.
+
+No parent initializes a child: under ZeRO-3 the child's weights are already scattered when the parent's constructor goes
+on, and the engine re-initializes each module by itself under a key made from its name. So a leaf is told at birth how
+it starts (`init=`).
+"""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """A linear layer that knows its initialization: xavier (uniform), normal (std 0.02) or zero. Biases start at 0."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, init: str = "xavier") -> None:
+        self.init = init                          # before the parent, whose constructor calls reset_parameters
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        initialize(self.weight, self.init)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Patches(nn.Conv2d):
+    """Non-overlapping patches through one linear map: (B, C, H, W) -> (B, dim, H/p, W/p).
+
+    Initialized as the linear layer that it is, over the flattened filter.
+    """
+
+    def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
+        super().__init__(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+
+    def reset_parameters(self) -> None:
+        bound = math.sqrt(6 / (self.weight[0].numel() + self.out_channels))
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """A table of vectors, normal with standard deviation `std`."""
+
+    def __init__(self, count: int, dim: int, std: float = 0.02) -> None:
+        self.std = std                            # before the parent, whose constructor calls reset_parameters
+        super().__init__(count, dim)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def initialize(weight: Tensor, init: str) -> None:
+    """Fills a matrix in place by the name of its initialization."""
+    if init == "xavier":
+        nn.init.xavier_uniform_(weight)
+    elif init == "normal":
+        nn.init.normal_(weight, std=0.02)
+    elif init == "zero":
+        nn.init.zeros_(weight)
+    else:
+        raise ValueError(f"init: {init!r} is unknown; one of xavier, normal, zero")
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention over tokens, queries, keys and values from one map: (B, N, dim) -> (B, N, dim)."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"num_heads: {num_heads} does not divide hidden_size {dim}")
+        self.num_heads = num_heads
+        self.qkv = Linear(dim, 3 * dim)
+        self.proj = Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, dim = x.shape
+        qkv = self.qkv(x).view(batch, count, 3, self.num_heads, dim // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)                     # (B, heads, N, dim / heads) each
+        x = F.scaled_dot_product_attention(query, key, value)
+        return self.proj(x.transpose(1, 2).reshape(batch, count, dim))
+
+
+class Mlp(nn.Module):
+    """Two linear layers about a tanh-approximated GELU: (..., dim) -> (..., dim)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, hidden)
+        self.fc2 = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
+    """Sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim).
+
+    shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
+    `downscale_freq_shift` of diffusers' DiT, which reaches it.
+    """
+    half = dim // 2
+    index = torch.arange(half, dtype=torch.float32, device=t.device)
+    frequencies = torch.exp(-math.log(max_period) * index / (half - shift))
+    angles = t[:, None].float() * frequencies[None]                                                # (B, half)
+    features = torch.cat((torch.cos(angles), torch.sin(angles)), dim=1)
+    return F.pad(features, (0, dim % 2))
+
+
+def sincos_positions(dim: int, height: int, width: int) -> Tensor:
+    """Fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
+
+    The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
+    2017, per axis as in He et al. 2021, MAE). In numpy, since zero.Init rounds what torch creates under it to bfloat16.
+    """
+    if dim % 4:
+        raise ValueError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
+    column, row = np.tile(np.arange(width), height), np.repeat(np.arange(height), width)
+    frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
+    halves = []
+    for place in (column, row):
+        angles = place[:, None] * frequencies[None]                                               # (N, dim / 4)
+        halves += [np.sin(angles), np.cos(angles)]
+    return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))

@@ -1,0 +1,114 @@
+"""What a system is: the contract between one generative model and the loop.
+
+Two words are our own. A *part* is a network with an optimizer of its own. A *turn* is the moment within a step at which
+a part learns. A system says what is learned and never how it is sharded: it knows no rank, no engine and no file.
+
+A system touches weights only by calling its networks, since under ZeRO-3 nothing else is there (`nets` maps a part's
+name to a DeepSpeed engine, or to a bare module in tests and sampling). All randomness comes from `example["key"]`
+(see dstrain/draws.py), so that it belongs to a sample and not to a rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label int64 (B,), key int64 (B,), ...
+Example = dict[str, Tensor]   # what a loss reads: x_start float32 (B, C, ...), conditions, key int64 (B,)
+Terms = dict[str, Tensor]     # "loss", the scalar to descend; every other entry detached, a scalar or one value a sample (B,):
+                              # loss_each, the loss by sample; quartile, int64 0..3, by which values a sample are split, too
+Nets = Mapping[str, Callable[..., Tensor]]
+Loss = Callable[[Nets, Example], Terms]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw: one sample for each seed."""
+
+    seeds: Tensor                                                     # (N,) int64; a sample is a function of its seed
+    conditions: dict[str, Tensor] = field(default_factory=dict)       # for example label (N,) int64
+    num_steps: int = 50                                               # network evaluations for each sample
+    sampler: str = "ddim"
+    guidance_scale: float = 1.0                                       # 1 is none
+
+
+class System(ABC):
+    """One generative model: networks, losses, sampler. Plain torch: no rank, no engine, no file."""
+
+    parts: dict[str, Loss]                                            # trained networks and their losses, in update order
+    averaged: tuple[str, ...]                                         # parts that have an EMA
+
+    @abstractmethod
+    def networks(self) -> dict[str, nn.Module]:
+        """Fresh modules, keys as `parts`; may run under deepspeed's zero.Init."""
+
+    @abstractmethod
+    def sample(self, nets: Nets, request: Request) -> Tensor:
+        """Draws uint8 images (N, C, H, W) from the request's seeds; every rank makes the same calls."""
+
+    @abstractmethod
+    def synthetic(self, batch_size: int) -> Batch:
+        """A batch of the right shapes and random content, for plan, bench and tests."""
+
+    def turns(self, step: int) -> tuple[str, ...]:
+        """The parts that learn at `step`, in order."""
+        return tuple(self.parts)
+
+    def encode(self, batch: Batch) -> Example:
+        """What a loss reads of a batch: images to [-1, 1]. No gradient."""
+        example = {name: tensor for name, tensor in batch.items() if name != "image"}
+        example["x_start"] = batch["image"].float() / 127.5 - 1
+        return example
+
+    def loss(self, part: str, nets: Nets, example: Example) -> Terms:
+        return self.parts[part](nets, example)
+
+    def evaluate(self, nets: Nets, example: Example) -> Terms:
+        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss."""
+        return self.loss(next(iter(self.parts)), nets, example)
+
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """Pictures beside the samples, uint8 (N, C, H, W) each: reconstructions and the like. By default none."""
+        return {}
+
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
+        return {}
+
+    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """A state dict from elsewhere as the part's network takes it, and what was changed in words.
+
+        ValueError: the first difference that cannot be bridged, both shapes, and the remedy.
+        """
+        with torch.device("meta"):
+            wanted = self.networks()[part].state_dict()
+        for name in [*wanted, *state]:
+            ours, theirs = (tuple(of[name].shape) if name in of else "absent" for of in (wanted, state))
+            if ours != theirs:
+                raise ValueError(f"weights: {name} is {theirs} in the file and {ours} in the network; set the model "
+                                 "section to what the file was made with")
+        return dict(state), []
+
+    def decays(self, name: str, weight: Tensor) -> bool:
+        """Whether weight decay applies to a parameter: matrices and filters, not biases and gains."""
+        return weight.ndim >= 2
+
+    def blocks(self) -> tuple[type[nn.Module], ...]:
+        """The repeated unit of the networks: what is compiled, recomputed and planned by."""
+        return ()
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        """Networks that are moved to the device and never trained, averaged or saved."""
+        return ()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Small state that is not a weight, equal on all ranks, such as a history of losses by timestep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
+
+

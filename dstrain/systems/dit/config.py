@@ -1,0 +1,124 @@
+"""What determines a DiT: one line for each field."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dstrain import config
+from dstrain.diffusion.schedule import SCHEDULES
+from dstrain.systems.dit.network import SIZES
+
+
+class Section(config.Section):
+    """A part of a recipe, in which a field's description is the line below it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class FirstStage(Section):
+    path: str
+    """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
+    scaling_factor: float | None = None
+    """Latents are multiplied by it; None takes the autoencoder's own."""
+    factor: int = Field(8, ge=1)
+    """Image side / latent side."""
+
+
+class Diffusion(Section):
+    schedule: Literal[SCHEDULES] = "linear"
+    """Name of the betas; cosine and squaredcos_cap_v2 are the same."""
+    num_steps: int = Field(1000, ge=1)
+    """Timesteps of the training chain."""
+    prediction: Literal["eps", "x_start", "v"] = "eps"
+    """What the network predicts."""
+    loss: Literal["mse", "rescaled_mse", "kl", "rescaled_kl"] = "mse"
+    """mse adds the variational bound where learn_sigma is set; rescaled_mse weighs it by num_steps / 1000."""
+    fixed_variance: Literal["fixed_small", "fixed_large"] = "fixed_large"
+    """Sampling variance without learn_sigma: the posterior's, or beta."""
+
+
+class Flow(Section):
+    logit_mean: float = 0.0
+    """Mean of logit(t); above 0 more noise."""
+    logit_std: float | None = Field(1.0, gt=0)
+    """Standard deviation of logit(t); None makes t uniform."""
+    shift: float = Field(1.0, gt=0)
+    """Shift of training and sampling times; 1 is none, above 1 more noise (for higher resolutions)."""
+    time_scale: float = Field(1000.0, gt=0)
+    """The network sees t in [0, 1] times this."""
+
+
+class Config(Section):
+    size: Literal[tuple(SIZES)] | None = None
+    """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""
+    patch_size: int | None = Field(None, ge=1)
+    """Side of a patch, in the network's input pixels."""
+    hidden_size: int | None = Field(None, ge=4)
+    """Width of a token; a multiple of 4 and of num_heads."""
+    depth: int | None = Field(None, ge=1)
+    """Number of blocks."""
+    num_heads: int | None = Field(None, ge=1)
+    """Attention heads of a block."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Hidden width of a block's MLP / hidden_size."""
+    image_size: int = Field(256, ge=1)
+    """Side of the images in pixels; with a first stage the network's input is this / first_stage.factor."""
+    in_channels: int = Field(4, ge=1)
+    """Channels of the network's input: 4 for Stable Diffusion's latents, 3 or 1 for pixels."""
+    num_classes: int = Field(1000, ge=1)
+    """Number of labels; 1 for an unconditional model, whose data need none."""
+    class_dropout_prob: float = Field(0.1, ge=0, le=1)
+    """Share of training samples without label; 0 leaves out the null row, and with it guidance."""
+    learn_sigma: bool = True
+    """Whether the network also predicts variances (twice the output channels)."""
+    objective: Literal["diffusion", "flow"] = "diffusion"
+    """Discrete-time diffusion, or flow matching (with learn_sigma its second half of channels is unused)."""
+    diffusion: Diffusion = Diffusion()
+    """Read where objective is diffusion."""
+    flow: Flow = Flow()
+    """Read where objective is flow."""
+    time_freq: Literal["official", "diffusers"] = "official"
+    """Spacing of the timestep sinusoids: of the published weights, or of diffusers' DiTPipeline."""
+    guidance_channels: int | None = Field(None, ge=1)
+    """Leading channels that are guided; None means all; 3 is what the published samples did."""
+    first_stage: FirstStage | None = None
+    """Autoencoder whose latents are modelled; None models what the data hold (pixels, or ready latents)."""
+    recompute: bool = False
+    """Compute blocks again in backward instead of keeping their activations."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        by_hand = {name: getattr(self, name) for name in ("patch_size", "hidden_size", "depth", "num_heads")}
+        given = [name for name, value in by_hand.items() if value is not None]
+        if self.size is not None and given:
+            raise ValueError(f"size {self.size} sets {', '.join(given)} too; give either size or these")
+        if self.size is None and len(given) < len(by_hand):
+            missing = ", ".join(name for name in by_hand if name not in given)
+            raise ValueError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
+        factor = self.first_stage.factor if self.first_stage else 1
+        unit = factor * (self.network_shape()["patch_size"])
+        if self.image_size % unit:
+            raise ValueError(f"image_size {self.image_size} is no multiple of {unit} (patch_size x first_stage.factor)")
+        if self.network_shape()["hidden_size"] % self.network_shape()["num_heads"]:
+            raise ValueError("hidden_size must be a multiple of num_heads")
+        if self.network_shape()["hidden_size"] % 4:
+            raise ValueError("hidden_size must be a multiple of 4, which 2-D positions need")
+        if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
+            raise ValueError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
+        return self
+
+    def network_shape(self) -> dict[str, int]:
+        if self.size is not None:
+            return SIZES[self.size]
+        return {name: getattr(self, name) for name in ("patch_size", "hidden_size", "depth", "num_heads")}
+
+    @property
+    def input_size(self) -> int:
+        """Side of the network's input."""
+        return self.image_size // (self.first_stage.factor if self.first_stage else 1)
+
+    def network_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of DiT."""
+        same = ("in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
+                "recompute")
+        return {"input_size": self.input_size, **self.network_shape(), **{name: getattr(self, name) for name in same}}

@@ -1,0 +1,196 @@
+"""The class-conditional diffusion transformer as a system: one part, `denoiser`, trained by diffusion or flow matching.
+
+All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the label), latent; in generation
+start and noise/0, noise/1, ... in the order of the chain.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dstrain import draws
+from dstrain.diffusion import samplers, schedule
+from dstrain.diffusion.flow import FlowMatching
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network
+from dstrain.diffusion.timesteps import UniformSampler
+from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
+from dstrain.systems.dit import weights
+from dstrain.systems.dit.config import Config
+from dstrain.systems.dit.network import DiT, DiTBlock
+
+SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}
+
+
+class DiTSystem(System):
+    """Peebles & Xie 2022. `config` says what each choice means."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.parts = {"denoiser": self.denoise}
+        self.averaged = ("denoiser",)
+        self.shape = (config.in_channels, config.input_size, config.input_size)
+        self.first_stage = _first_stage(config)
+        if config.objective == "diffusion":
+            chosen = config.diffusion
+            self.diffusion = GaussianDiffusion(
+                schedule.betas(chosen.schedule, chosen.num_steps), prediction=chosen.prediction, loss=chosen.loss,
+                variance="learned_range" if config.learn_sigma else chosen.fixed_variance)
+            self.timesteps = UniformSampler(chosen.num_steps)
+        else:
+            self.flow = FlowMatching(**config.flow.model_dump())
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"denoiser": DiT(**self.config.network_arguments())}
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Example:
+        """x_start: latents that the batch already holds, those of the first stage, or pixels in [-1, 1]."""
+        example = {name: tensor for name, tensor in batch.items() if name not in ("image", "latent")}
+        if "latent" in batch:
+            example["x_start"] = batch["latent"].float()
+        else:
+            pixels = batch["image"].float() / 127.5 - 1
+            example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
+        found = tuple(example["x_start"].shape[1:])
+        if found != self.shape:
+            raise ValueError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
+                             f"in_channels, the data give {found}; change the one or the other")
+        return example
+
+    def denoise(self, nets: Nets, example: Example) -> Terms:
+        """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
+        dropped = draws.uniform(example["key"], "drop") < self.config.class_dropout_prob
+        y = torch.where(dropped, self.config.num_classes, self._labels(example, example["x_start"]))
+        terms = self._losses(nets, example, y)
+        return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
+
+    @torch.no_grad()
+    def evaluate(self, nets: Nets, example: Example) -> Terms:
+        """The training loss with every label in place, one value a sample (B,)."""
+        return self._losses(nets, example, self._labels(example, example["x_start"]))
+
+    def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
+        x_start, key = example["x_start"], example["key"]
+        noise = draws.normal(key, "noise", self.shape)                                            # (B, C, H, W)
+        uniforms = draws.uniform(key, "timestep")                                                 # (B,)
+        network = lambda x_t, t: nets["denoiser"](x_t, t, y)
+        if self.config.objective == "flow":
+            t = self.flow.times(uniforms)
+            return self.flow.training_losses(network, x_start, t, noise) | {"quartile": (4 * t).long().clamp(max=3)}
+        t, _ = self.timesteps.sample(uniforms)
+        quartile = 4 * t // self.diffusion.num_timesteps
+        return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
+
+    def _labels(self, conditions: dict[str, Tensor], like: Tensor) -> Tensor:
+        if "label" in conditions:
+            return conditions["label"]
+        if self.config.num_classes == 1:
+            return torch.zeros(len(like), dtype=torch.int64, device=like.device)
+        raise ValueError(f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
+                         "set num_classes to 1 for an unconditional model")
+
+    # ----------------------------------------------------------------------------------------------------- generation
+
+    @torch.no_grad()
+    def sample(self, nets: Nets, request: Request) -> Tensor:
+        """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+
+        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ValueError for others, for more
+        steps than the chain has, and for guidance of a model that never saw a dropped label.
+        """
+        known = SAMPLERS[self.config.objective]
+        if request.sampler not in known:
+            raise ValueError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
+                             f"{', '.join(known)}")
+        keys = draws.keys_of_seeds(request.seeds)
+        x = draws.normal(keys, "start", self.shape)
+        network = self._guided(nets, request)
+        if self.config.objective == "flow":
+            x_start = self._flow(network, x, request)
+        else:
+            x_start = self._chain(network, x, request, keys)
+        pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
+        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+    def _guided(self, nets: Nets, request: Request) -> Network:
+        y = request.conditions.get("label", request.seeds % self.config.num_classes)
+        if request.guidance_scale != 1 and not self.config.class_dropout_prob:
+            raise ValueError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample with "
+                             "guidance_scale 1, or train with class_dropout_prob above 0")
+        null = torch.full_like(y, self.config.num_classes)
+        return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
+                               self.config.guidance_channels)
+
+    def _chain(self, network: Network, x: Tensor, request: Request, keys: Tensor) -> Tensor:
+        total, count = self.diffusion.num_timesteps, request.num_steps
+        if not 1 <= count <= total:
+            raise ValueError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
+        clip = self._models_pixels()
+        if request.sampler == "ddim":
+            # Evenly strided as published, where such a stride exists.
+            spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
+            return samplers.ddim(self.diffusion.respaced(spec), network, x, clip_denoised=clip)
+        noise = lambda i: draws.normal(keys, f"noise/{i}", self.shape)
+        return samplers.ancestral(self.diffusion.respaced(str(count)), network, x, noise, clip_denoised=clip)
+
+    def _flow(self, network: Network, x: Tensor, request: Request) -> Tensor:
+        if request.sampler == "euler":
+            return self.flow.euler(network, x, request.num_steps)
+        return self.flow.heun(network, x, max(request.num_steps // 2, 1))        # two evaluations a step
+
+    def _models_pixels(self) -> bool:
+        """Whether data lie in [-1, 1], so that predicted x_start may be clipped to it; latents do not."""
+        return self.first_stage is None and self.config.in_channels in (1, 3)
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """label int64 (num,): those given, or every class, in turn. ValueError: a label that is no class."""
+        classes = labels or tuple(range(self.config.num_classes))
+        wrong = [label for label in classes if not 0 <= label < self.config.num_classes]
+        if wrong:
+            raise ValueError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+                             f"{self.config.num_classes - 1}")
+        return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
+
+    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Positions and the class table may differ, see weights.py."""
+        with torch.device("meta"):
+            return weights.adapt(state, self.networks()[part])
+
+    def blocks(self) -> tuple[type[nn.Module], ...]:
+        return (DiTBlock,)
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return (self.first_stage,) if self.first_stage else ()
+
+    def synthetic(self, batch_size: int) -> Batch:
+        """Pixels with labels and keys; latents where the input cannot be pixels and there is no first stage."""
+        positions = torch.arange(batch_size)
+        batch = {"key": draws.keys(0, 0, positions)}
+        batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
+        if self.first_stage or self._models_pixels():
+            size, channels = self.config.image_size, 3 if self.first_stage else self.config.in_channels
+            batch["image"] = draws.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)
+        else:
+            batch["latent"] = draws.normal(batch["key"], "latent", self.shape)
+        return batch
+
+
+def build(config: Config) -> DiTSystem:
+    """The system of a config. Raises ValueError where its first stage cannot be loaded or does not fit."""
+    return DiTSystem(config)
+
+
+def _first_stage(config: Config) -> Autoencoder | None:
+    if config.first_stage is None:
+        return None
+    autoencoder = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor)
+    for name, given, found in (("first_stage.factor", config.first_stage.factor, autoencoder.factor),
+                               ("in_channels", config.in_channels, autoencoder.channels)):
+        if given != found:
+            raise ValueError(f"{name}: {given} in the recipe, {found} in the autoencoder at {config.first_stage.path}; "
+                             f"set {name} to {found}")
+    return autoencoder

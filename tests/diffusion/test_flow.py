@@ -1,0 +1,65 @@
+"""Flow matching on Gaussian data, whose velocity is known in closed form."""
+
+import math
+
+import pytest
+import torch
+
+from dstrain.diffusion.flow import FlowMatching
+
+MEAN, STD = 0.3, 0.2                              # of the data
+
+
+def optimal(x, scaled):
+    """E[eps - x_start | x_t] for Gaussian data."""
+    t = scaled.view(-1, 1) / 1000
+    variance = ((1 - t) * STD) ** 2 + t ** 2
+    centered = x - (1 - t) * MEAN
+    return (t - (1 - t) * STD ** 2) / variance * centered - MEAN
+
+
+def randn(seed, shape=(20000, 1)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_the_flow_of_gaussian_data(shift):
+    """Oracle: x_start = mean + std * x; Heun's error falls with the square of the step, Euler's with the step."""
+    flow, x = FlowMatching(shift=shift), randn(0, (64, 1))
+    exact = MEAN + STD * x
+    error = lambda out: float((out - exact).abs().max())
+    euler = [error(flow.euler(optimal, x, steps)) for steps in (50, 100)]
+    heun = [error(flow.heun(optimal, x, steps)) for steps in (50, 100)]
+    assert euler[1] < 0.05 and 1.7 < euler[0] / euler[1] < 2.3
+    assert heun[1] < 0.003 and 3.4 < heun[0] / heun[1] < 4.6
+
+
+def test_optimal_velocity_has_the_least_loss():
+    """Oracle: the conditional expectation; its loss is the conditional variance, anything added costs its square."""
+    flow = FlowMatching()
+    x_start, noise, t = MEAN + STD * randn(1), randn(2), torch.full((20000,), 0.4, dtype=torch.float64)
+    least = flow.training_losses(optimal, x_start, t, noise)["loss"]
+    more = flow.training_losses(lambda x, s: optimal(x, s) + 0.1, x_start, t, noise)["loss"]
+    variance = STD ** 2 / ((0.6 * STD) ** 2 + 0.4 ** 2)
+    assert float(least.mean()) == pytest.approx(variance, rel=0.05)
+    assert float((more - least).mean()) == pytest.approx(0.01, rel=0.2)
+
+
+def test_times():
+    """Oracle: the median and a quantile of a logit-normal, the shift's formula, uniform times as they came."""
+    uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2 ** -24])
+    t = FlowMatching(logit_mean=0.5, logit_std=2.0).times(uniforms)
+    assert t[0] == 0 and t[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
+    assert t[2] == pytest.approx(1 / (1 + math.exp(-2.5)), rel=1e-5) and t[3] <= 1
+    shifted = FlowMatching(logit_mean=0.5, logit_std=2.0, shift=3.0).times(uniforms)
+    torch.testing.assert_close(shifted, 3 * t / (1 + 2 * t))
+    assert torch.equal(FlowMatching(logit_std=None).times(uniforms), uniforms)
+
+
+def test_extra_channels_are_unused():
+    """Oracle: the same loss without them."""
+    x_start, noise, t = randn(1, (3, 2, 4)), randn(2, (3, 2, 4)), torch.rand(3)
+    flow = FlowMatching()
+    one = flow.training_losses(lambda x, s: x, x_start, t, noise)
+    two = flow.training_losses(lambda x, s: torch.cat((x, x + 1), 1), x_start, t, noise)
+    assert torch.equal(one["loss"], two["loss"]) and one["loss"].shape == (3,)

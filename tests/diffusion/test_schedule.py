@@ -1,0 +1,77 @@
+"""Noise schedules and respacing."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from dstrain.diffusion import schedule
+from tests.support import golden
+
+SPACED = json.loads((golden.FOLDER / "space_timesteps.json").read_text())
+
+
+@pytest.mark.parametrize("case", SPACED)
+def test_spacing(case):
+    """Oracle: the original's subsets."""
+    total, spec = case.split(":")
+    assert schedule.space_timesteps(int(total), spec) == SPACED[case]
+
+
+def test_spacing_of_everything_and_of_lists():
+    """Oracle: the definition."""
+    assert schedule.space_timesteps(7, "") == list(range(7))
+    assert schedule.space_timesteps(7, "1") == [0]
+    assert schedule.space_timesteps(300, [10, 15, 20]) == SPACED["300:10,15,20"]
+
+
+@pytest.mark.parametrize("spec, words", [("11", "10 timesteps, 11"), ("ddim7", "ddim7"), ("0", "0 were"),
+                                         ("6,4", "5 timesteps, 6")])
+def test_impossible_spacing(spec, words):
+    """Oracle: a ValueError with both numbers."""
+    with pytest.raises(ValueError, match=words):
+        schedule.space_timesteps(10, spec)
+    assert not schedule.has_stride(10, 7) and schedule.has_stride(10, 5)
+
+
+def test_cosine():
+    """Oracle: the original's tables at T = 100 (golden/iddpm_hybrid_cosine)."""
+    tensors, _ = golden.load("iddpm_hybrid_cosine")
+    betas = schedule.betas("cosine", 100)
+    torch.testing.assert_close(betas, tensors["table.betas"], rtol=1e-9, atol=1e-12)
+    assert torch.equal(betas, schedule.betas("squaredcos_cap_v2", 100))
+
+
+def test_closed_forms():
+    """Oracle: end points and shapes as DDPM's experiments define them, computed here by hand."""
+    linear, quad = schedule.betas("linear", 500), schedule.betas("quad", 11)
+    assert linear[0] == pytest.approx(2e-4) and linear[-1] == pytest.approx(0.04)
+    torch.testing.assert_close(linear.diff(), linear.diff()[:1].expand(499))
+    assert quad[5] == pytest.approx(((math.sqrt(1e-4) + math.sqrt(0.02)) / 2) ** 2)
+    for name, length in (("warmup10", 2), ("warmup50", 10)):
+        warmup = schedule.betas(name, 20)
+        assert warmup[0] == pytest.approx(1e-4) and bool((warmup[length - 1:] == 0.02).all())
+    assert schedule.betas("const", 3).tolist() == [0.02] * 3
+    torch.testing.assert_close(schedule.betas("jsd", 4), torch.tensor([1 / 4, 1 / 3, 1 / 2, 1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+def test_respaced_marginals(name):
+    """Oracle: alphas_cumprod of the full chain at the kept timesteps."""
+    betas = schedule.betas(name, 100)
+    kept = schedule.space_timesteps(100, "7")
+    if name == "jsd":                             # whose last beta is 1
+        kept = kept[:-1]
+    ours = torch.cumprod(1 - schedule.respace(betas, kept), dim=0)
+    torch.testing.assert_close(ours, torch.cumprod(1 - betas, dim=0)[kept])
+
+
+def test_wrong_names_and_lengths():
+    """Oracle: a ValueError that lists what exists."""
+    with pytest.raises(ValueError, match="'linera' is unknown; one of linear"):
+        schedule.betas("linera", 10)
+    with pytest.raises(ValueError, match="leaves"):
+        schedule.betas("linear", 10)
+    with pytest.raises(ValueError, match="num_steps"):
+        schedule.betas("cosine", 0)

@@ -1,0 +1,77 @@
+"""The first stage, on a tiny autoencoder of the real class."""
+
+import pytest
+import torch
+
+from dstrain import draws, systems
+from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.systems.base import Request
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from diffusers import AutoencoderKL
+    torch.manual_seed(0)
+    vae = AutoencoderKL(block_out_channels=(4, 4, 4, 4), down_block_types=("DownEncoderBlock2D",) * 4,
+                        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=4, norm_num_groups=2,
+                        layers_per_block=1, sample_size=32, scaling_factor=0.5)
+    path = tmp_path_factory.mktemp("pipeline")
+    vae.save_pretrained(path / "vae")
+    return path
+
+
+def test_encode_and_decode(folder):
+    """Oracle: the autoencoder itself, called directly."""
+    first_stage = Autoencoder(str(folder))
+    assert (first_stage.channels, first_stage.factor, first_stage.scaling_factor) == (4, 8, 0.5)
+    image, key = torch.rand(2, 3, 32, 32) * 2 - 1, draws.keys(0, 0, torch.arange(2))
+    posterior = first_stage.vae.encode(image).latent_dist
+    latents = first_stage.encode(image, key)
+    torch.testing.assert_close(
+        latents, 0.5 * (posterior.mean + posterior.std * draws.normal(key, "latent", (4, 4, 4))))
+    torch.testing.assert_close(first_stage.encode(image[1:], key[1:]), latents[1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first_stage.decode(latents), first_stage.vae.decode(latents / 0.5).sample)
+    doubled = Autoencoder(str(folder / "vae"), scaling_factor=1.0)
+    torch.testing.assert_close(doubled.encode(image, key), 2 * latents)
+
+
+def test_frozen(folder):
+    """Oracle: no gradient, no training mode, float32 latents from a bfloat16 autoencoder."""
+    first_stage = Autoencoder(str(folder)).train()
+    assert not first_stage.training and not any(module.training for module in first_stage.modules())
+    assert not any(parameter.requires_grad for parameter in first_stage.parameters())
+    latents = first_stage.bfloat16().encode(torch.zeros(1, 3, 32, 32), torch.zeros(1, dtype=torch.int64))
+    assert latents.dtype == torch.float32 and not latents.requires_grad
+    assert first_stage.decode(latents).dtype == torch.float32
+
+
+def test_missing(tmp_path):
+    """Oracle: a ValueError that names the path and the remedy."""
+    with pytest.raises(ValueError, match="there is no folder .*nowhere.*save_pretrained"):
+        Autoencoder(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no AutoencoderKL can be loaded .*empty.*config.json"):
+        Autoencoder(str(tmp_path / "empty"))
+
+
+def test_latent_dit(folder):
+    """Oracle: latents of the first stage, and images of its size; what does not fit is named."""
+    config = {"image_size": 32, "patch_size": 2, "hidden_size": 32, "depth": 1, "num_heads": 2, "num_classes": 3,
+              "first_stage": {"path": str(folder)}}
+    system = systems.build("dit", config)
+    batch = system.synthetic(2)
+    assert batch["image"].shape == (2, 3, 32, 32)
+    example = system.encode(batch)
+    torch.testing.assert_close(
+        example["x_start"], system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"]))
+    cached = system.encode({"latent": example["x_start"].half(), "label": batch["label"], "key": batch["key"]})
+    assert cached["x_start"].dtype == torch.float32 and "latent" not in cached
+    nets = system.networks()
+    assert bool(system.loss("denoiser", nets, example)["loss"].isfinite())
+    images = system.sample(nets, Request(seeds=torch.arange(2), num_steps=2))
+    assert images.shape == (2, 3, 32, 32) and images.dtype == torch.uint8
+    assert system.frozen() == (system.first_stage,)
+    with pytest.raises(ValueError, match="in_channels: 3 in the recipe, 4 in the autoencoder"):
+        systems.build("dit", config | {"in_channels": 3})
+    with pytest.raises(ValueError, match="first_stage.factor: 4 in the recipe, 8"):
+        systems.build("dit", config | {"first_stage": {"path": str(folder), "factor": 4}})

@@ -1,0 +1,162 @@
+"""What is particular to the DiT system: config, labels, guidance, latents, initialization, precision."""
+
+import math
+
+import pytest
+import torch
+
+from dstrain import draws, systems
+from dstrain.systems.base import Request
+from dstrain.systems.dit import Config
+from dstrain.systems.dit.network import SIZES, DiT
+
+TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
+        "num_classes": 10}
+
+
+def build(**changes):
+    return systems.build("dit", TINY | changes)
+
+
+def random(network, scale=0.2):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    return network
+
+
+@pytest.mark.parametrize("size, millions", [("DiT-S/2", 32.96), ("DiT-B/2", 130.5), ("DiT-L/2", 458.1),
+                                            ("DiT-XL/2", 675.1)])
+def test_sizes(size, millions):
+    """Oracle: published counts, the fixed positions included; latents of 256 px are 32 x 32."""
+    config = Config(size=size, first_stage={"path": "x"})
+    assert config.input_size == 32
+    with torch.device("meta"):
+        network = DiT(**config.network_arguments())
+    count = sum(tensor.numel() for tensor in network.state_dict().values()) / 1e6
+    assert count == pytest.approx(millions, rel=1e-3) and len(SIZES) == 12
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"size": "DiT-S/2"}, "give either size or these"), ({"depth": None}, "depth must be given"),
+    ({"image_size": 9}, "multiple of 2"), ({"num_heads": 3}, "multiple of num_heads"),
+    ({"hidden_size": 30}, "multiple of 4"), ({"guidance_channels": 3}, "exceeds in_channels"),
+    ({"size": "DiT-M"}, "DiT-XL/2"),
+    ({"diffusion": {"steps": 4}}, "steps"), ({"first_stage": {"path": "./nowhere"}, "image_size": 64}, "nowhere"),
+])
+def test_config_errors(changes, words):
+    """Oracle: a ValueError that names the field and the remedy."""
+    with pytest.raises(ValueError, match=words):
+        build(**changes)
+
+
+def test_initialization():
+    """Oracle: the published one: bounds of xavier, deviations of embeddings, zeros; the output is 0."""
+    network = DiT(input_size=8, patch_size=2, hidden_size=64, depth=2, num_heads=4)
+    weights = dict(network.named_parameters())
+    assert "pos_embed" not in weights and network.pos_embed.dtype == torch.float32
+    for name, weight in weights.items():
+        if name.endswith("bias") or "adaLN" in name or name.startswith("final_layer"):
+            assert not bool(weight.any()), name
+        elif name.startswith(("t_embedder", "y_embedder")):
+            assert float(weight.std()) == pytest.approx(0.02, rel=0.05), name
+        else:
+            bound = math.sqrt(6 / (weight[0].numel() + weight.shape[0]))
+            assert 0.98 * bound < float(weight.detach().abs().max()) <= bound, name
+            assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.06), name
+    assert not bool(network(torch.randn(2, 4, 8, 8), torch.tensor([1, 2]), torch.tensor([3, 4])).any())
+
+
+def test_labels_are_dropped_by_key():
+    """Oracle: the draws of the key; the share is class_dropout_prob; evaluation drops none."""
+    system, seen = build(class_dropout_prob=0.25), []
+    def network(x, t, y):
+        seen.append(y)
+        return torch.cat((x, x), 1)
+    batch = system.synthetic(2000)
+    system.loss("denoiser", {"denoiser": network}, system.encode(batch))
+    system.evaluate({"denoiser": network}, system.encode(batch))
+    dropped = draws.uniform(batch["key"], "drop") < 0.25
+    assert torch.equal(seen[0], torch.where(dropped, 10, batch["label"])) and torch.equal(seen[1], batch["label"])
+    assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.04)
+
+
+def test_guidance_needs_a_null_label():
+    """Oracle: a ValueError; without dropout the table has num_classes rows and plain sampling works."""
+    system = build(class_dropout_prob=0)
+    nets = {"denoiser": random(system.networks()["denoiser"])}
+    assert nets["denoiser"].y_embedder.embedding_table.weight.shape[0] == 10
+    assert system.sample(nets, Request(seeds=torch.arange(12), num_steps=2)).shape == (12, 1, 8, 8)
+    with pytest.raises(ValueError, match="class_dropout_prob"):
+        system.sample(nets, Request(seeds=torch.arange(2), num_steps=2, guidance_scale=2.0))
+
+
+def test_unconditional():
+    """Oracle: num_classes 1 needs no label, others say so."""
+    system = build(num_classes=1)
+    example = system.encode(system.synthetic(3))
+    del example["label"]
+    assert bool(system.loss("denoiser", system.networks(), example)["loss"].isfinite())
+    with pytest.raises(ValueError, match="num_classes to 1"):
+        build().loss("denoiser", system.networks(), example)
+
+
+def test_requests_that_do_not_fit():
+    """Oracle: a ValueError that names the choices."""
+    nets = build().networks()
+    with pytest.raises(ValueError, match="one of ddpm, ddim"):
+        build().sample(nets, Request(seeds=torch.arange(1), sampler="euler"))
+    with pytest.raises(ValueError, match="one of euler, heun"):
+        build(objective="flow").sample(nets, Request(seeds=torch.arange(1)))
+    with pytest.raises(ValueError, match="1001 is not between 1 and the 1000"):
+        build().sample(nets, Request(seeds=torch.arange(1), num_steps=1001))
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
+        build().encode({"image": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "key": torch.zeros(1, dtype=torch.int64)})
+
+
+def test_labels_of_a_request():
+    """Oracle: the labels given, else seed modulo num_classes; num_steps is the number of calls."""
+    seen = []
+    def network(x, t, y):
+        seen.append(y.tolist())
+        return torch.cat((x, x), 1)
+    nets, seeds = {"denoiser": network}, torch.tensor([3, 12])
+    build().sample(nets, Request(seeds=seeds, num_steps=7))
+    assert seen == [[3, 2]] * 7
+    build().sample(nets, Request(seeds=seeds, num_steps=2, sampler="ddpm", guidance_scale=2.0,
+                                 conditions={"label": torch.tensor([5, 6])}))
+    assert seen[7:] == [[5, 6, 10, 10]] * 2
+    build(objective="flow").sample(nets, Request(seeds=seeds, num_steps=6, sampler="heun"))
+    assert len(seen) == 15
+
+
+@pytest.mark.parametrize("objective", ["diffusion", "flow"])
+def test_bfloat16(objective):
+    """Oracle: the float32 network with the same (rounded) weights; the loss is float32."""
+    system = build(objective=objective, hidden_size=64)
+    network = random(system.networks()["denoiser"], 0.1).bfloat16()
+    example = system.encode(system.synthetic(16))
+    half = system.loss("denoiser", {"denoiser": network}, example)
+    full = system.loss("denoiser", {"denoiser": random(system.networks()["denoiser"], 0.1)}, example)
+    assert half["loss"].dtype == torch.float32
+    torch.testing.assert_close(half["mse"], full["mse"], rtol=0.02, atol=0.02)
+
+
+def test_learns():
+    """Oracle: a loss that falls: forty steps on one batch of two constant images."""
+    torch.manual_seed(0)
+    system = build(num_classes=2)
+    nets = system.networks()
+    optimizer = torch.optim.AdamW(nets["denoiser"].parameters(), lr=3e-3)
+    label = torch.arange(32) % 2
+    batch = {"image": (255 * label).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8), "label": label}
+    losses = []
+    for step in range(40):
+        example = system.encode(batch | {"key": draws.keys(0, step, torch.arange(32))})
+        loss = system.loss("denoiser", nets, example)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
