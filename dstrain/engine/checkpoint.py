@@ -1,0 +1,202 @@
+"""Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
+
+    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, exp_avg, exp_avg_sq, ema.DECAY
+    common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
+
+Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
+number of ranks is the ordinary case. Nothing is pickled. The one clock makes random states needless (dstrain/draws.py).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dstrain import ranks
+from dstrain.config import Save
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines
+from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.engine.masters import MOMENTS
+from dstrain.engine.store import Store
+
+COMMON = "common.safetensors"
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class Stateful(Protocol):
+    """Small state beside the weights: a System, as far as a checkpoint sees it."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints in `folder` of these engines, averages and small state; every method on all ranks together."""
+
+    def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
+                 report: Callable[[str], None] = print):
+        self.store = Store(folder, save.keep, save.keep_every)
+        self._engines = engines
+        self._ema = ema
+        self._system = system
+        self._report = report
+        self._failures = 0
+
+    def resume(self) -> int:
+        """Loads the newest checkpoint that verifies; its step, 0 where there is none.
+
+        ValueError: checkpoints are there and none verifies, or they do not fit these networks.
+        """
+        steps = ranks.from_first(self.store.steps())
+        if not steps:
+            return 0
+        newest = self.store.newest(self._report)
+        if newest is None:
+            raise ValueError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
+                             "above, restore one, or begin anew with --from-scratch")
+        step, path = newest
+        self.load(path)
+        return step
+
+    def save(self, step: int) -> bool:
+        """Writes a checkpoint of `step`, atomically; False, with a report, where it failed and training goes on.
+
+        OSError after three failures in a row: a run that can not save is a run that will be lost.
+        """
+        if self.store.save(step, self._write, extra={"step": step}, need_bytes=self._bytes()):
+            self._failures = 0
+            return True
+        self._failures += 1
+        self._report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
+        if self._failures == 3:
+            raise OSError(f"three saves in a row have failed, the last because of: {self.store.error}")
+        return False
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _kinds(self, part: str) -> Iterator[tuple[str, list[Tensor]]]:
+        """Every kind of fp32 value of a part, in the masters' layout."""
+        masters = self._engines.masters[part]
+        yield "master", masters.flats
+        for moment in MOMENTS:
+            yield moment, masters.moments(moment)
+        for decay, flats in self._ema.flats.get(part, {}).items():
+            yield _ema_kind(decay), flats
+
+    def _write(self, folder: Path) -> None:
+        for part, masters in self._engines.masters.items():
+            entries = ((kind, fragment, view) for kind, flats in self._kinds(part)
+                       for fragment, view in masters.own_views(flats))
+            write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), entries, {"part": part})
+        if ranks.rank() == 0:
+            tensors, counters = self._common()
+            save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
+
+    def _bytes(self) -> int:
+        """An upper bound of what this rank will write."""
+        return sum(view.numel() * 4 for part, masters in self._engines.masters.items()
+                   for _, flats in self._kinds(part) for _, view in masters.own_views(flats)) + (1 << 20)
+
+    def _common(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
+        counters: dict[str, Any] = {}
+        for part, engine in self._engines.items():
+            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(engine.module)}
+            scaler = getattr(engine.optimizer, "loss_scaler", None)
+            counters[part] = {
+                "updates": self._engines.masters[part].updates, "skipped": engine.skipped_steps,
+                "scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}}
+        return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def load(self, path: Path) -> None:
+        """Reads a checkpoint of any world size and stage into these engines."""
+        with safe_open(path / COMMON, "pt") as file:
+            common = {name: file.get_tensor(name) for name in file.keys()}
+            counters = json.loads(file.metadata()["counters"])
+        if counters.keys() != self._engines.keys():
+            raise ValueError(f"{path} holds the networks {', '.join(counters)}; this run trains "
+                             f"{', '.join(self._engines)}: set the model section as it was, or begin anew with "
+                             "--from-scratch")
+        for part in self._engines:
+            self._load_part(part, path, common, counters[part])
+        self._system.load_state_dict(_within(common, "system/"))
+
+    def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
+        masters, engine = self._engines.masters[part], self._engines[part]
+        with Shards(path, part) as shards:
+            saved = {name: shards.shape(name) for name in shards.names("master")}
+            _same_names(path, part, saved, {name: tuple(weight) for name, weight in self._engines.shapes(part).items()})
+            for kind, flats in self._kinds(part):
+                # An average that the checkpoint does not hold (a decay added since) starts from the weights.
+                source = kind if kind in shards.kinds() else "master"
+                for fragment, view in masters.views(flats):
+                    view.copy_(_read(shards, source, fragment))
+        buffers = _within(common, f"buffer/{part}/")
+        for name, buffer in _buffers(engine.module):
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        masters.updates = counters["updates"]
+        engine.skipped_steps = counters["skipped"]
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        for name, value in counters["scaler"].items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
+        masters.publish()
+
+
+def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tensor]:
+    """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
+
+    `kind` is master or ema.DECAY. ValueError: no such part or kind.
+    """
+    with Shards(path, part) as shards:
+        if kind not in shards.kinds():
+            raise ValueError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
+        weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
+    with safe_open(path / COMMON, "pt") as file:
+        prefix = f"buffer/{part}/"
+        weights |= {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+    return weights
+
+
+def ema_decays(path: Path, part: str) -> list[float]:
+    """Decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
+    with Shards(path, part) as shards:
+        return [float(kind.removeprefix("ema.")) for kind in shards.kinds() if kind.startswith("ema.")]
+
+
+def _ema_kind(decay: float) -> str:
+    return f"ema.{decay!r}"
+
+
+def _read(shards: Shards, kind: str, fragment: Fragment) -> Tensor:
+    return shards.read(kind, fragment.name, fragment.start, fragment.numel, fragment.shape)
+
+
+def _within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict holds."""
+    persistent = {name for prefix, child in module.named_modules()
+                  for name in (f"{prefix}.{own}" if prefix else own for own in child._buffers
+                               if own not in child._non_persistent_buffers_set)}
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _same_names(path: Path, part: str, saved: dict[str, tuple], wanted: dict[str, tuple]) -> None:
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
+                             f"{wanted.get(name, 'absent')} here; set the model section as it was, or begin anew with "
+                             "--from-scratch")

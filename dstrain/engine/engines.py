@@ -1,0 +1,185 @@
+"""One DeepSpeed engine for each trained network, with the rules that keep several of them right.
+
+An engine hooks the outputs of its network, so two engines in one graph are silently wrong at stages 1 and 3: `turn`
+gives the engine of the part that learns and the bare, frozen networks of the others.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrain import ranks
+from dstrain.config import Run
+from dstrain.engine.initial import constructed_weights, full_shape, initial_weights, resets
+from dstrain.engine.masters import Masters
+from dstrain.engine.settings import offloads_optimizer, stage
+
+Decays = Callable[[str, Tensor], bool]
+
+
+def start() -> None:
+    """Joins the process group, told by whichever launcher started this process, or alone."""
+    place = ranks.place()
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
+    os.environ.setdefault("MASTER_ADDR", _first_host())
+    if "MASTER_PORT" not in os.environ:
+        # Ranks that share no launcher need one port; a process alone takes any free one.
+        os.environ["MASTER_PORT"] = str(_free_port() if place.world == 1 else _job_port())
+    import deepspeed
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.device())
+    if not ranks.started():
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def _first_host() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return "127.0.0.1"
+    import subprocess
+    return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
+                          check=True).stdout.split()[0]
+
+
+def _job_port() -> int:
+    return 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Engines(Mapping[str, Any]):
+    """The engines by part, in update order; their masters; what is done to all of them together."""
+
+    def __init__(self, networks: Callable[[], dict[str, nn.Module]], run: Run, settings: dict[str, Any],
+                 decays: Decays, blocks: tuple[type[nn.Module], ...] = ()):
+        self.settings = settings
+        self._engines: dict[str, Any] = {}
+        self._finite: dict[str, bool] = {}
+        self._norms: dict[str, float] = {}
+        self.masters: dict[str, Masters] = {}
+        compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
+        for part, network in self._build(networks, run.seed).items():
+            constructed = constructed_weights(network)
+            if compiled:
+                for module in network.modules():
+                    if isinstance(module, blocks):
+                        module.compile()                                  # in place: names stay, ZeRO still overlaps
+            self._engines[part] = self._initialize(network, run, decays)
+            self.masters[part] = Masters(self._engines[part])
+            self.set_weights(part, [*constructed.items(), *initial_weights(network, run.seed)])
+            self.masters[part].forget_moments()
+
+    def _build(self, networks: Callable[[], dict[str, nn.Module]], seed: int) -> dict[str, nn.Module]:
+        """Fresh networks; at stage 3 in pieces from the start, where every module can set its weights again."""
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            shapes = networks() if stage(self.settings) == 3 else {}
+        whole = all(resets(module) or not any(True for _ in module.parameters(recurse=False))
+                    for network in shapes.values() for module in network.modules())
+        pieces: Any = nullcontext()
+        if shapes and whole:
+            import deepspeed
+            pieces = deepspeed.zero.Init(config_dict_or_path=self.settings)
+        with torch.random.fork_rng(devices=[]), pieces:
+            torch.manual_seed(seed)                                       # for modules that only their constructors set
+            return networks()
+
+    def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
+        import deepspeed
+        with_decay, without = [], []
+        for name, weight in network.named_parameters():
+            assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
+            shaped = torch.empty(full_shape(weight), device="meta")
+            (with_decay if decays(name, shaped) else without).append(weight)
+        groups = [{"params": with_decay, "weight_decay": run.optimizer.weight_decay},
+                  {"params": without, "weight_decay": 0.0}]
+        wanted = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
+        if offloads_optimizer(self.settings):
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([g for g in groups if g["params"]], adamw_mode=True, **wanted)
+        else:
+            optimizer = torch.optim.AdamW([g for g in groups if g["params"]], fused=torch.cuda.is_available() or None,
+                                          **wanted)
+        return deepspeed.initialize(model=network, optimizer=optimizer, config=dict(self.settings),
+                                    dist_init_required=False)[0]
+
+    def __getitem__(self, part: str) -> Any:
+        return self._engines[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The bare networks, for sampling and evaluation: every rank calls them in the same order."""
+        return {part: engine.module for part, engine in self._engines.items()}
+
+    def shapes(self, part: str) -> dict[str, torch.Size]:
+        """Full shapes of a part's trained weights, by name."""
+        return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
+
+    @torch.no_grad()
+    def set_weights(self, part: str, values: list[tuple[str, Tensor]]) -> None:
+        """Masters and buffers from full values by state-dict name. Buffers keep the precision they are given in."""
+        buffers = {name: value for name, value in values}
+        for name, buffer in self[part].module.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name].to(buffer.device)
+        self.masters[part].fill(values)
+        self.masters[part].publish()
+
+    @contextmanager
+    def turn(self, part: str) -> Iterator[dict[str, Any]]:
+        """Networks for a loss of `part`: its engine live, the others bare and without gradients to their weights."""
+        others = {name: engine.module for name, engine in self._engines.items() if name != part}
+        thawed = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
+        for weight in thawed:
+            weight.requires_grad_(False)
+        try:
+            yield {name: self._engines[part] if name == part else others[name] for name in self._engines}
+        finally:
+            for weight in thawed:
+                weight.requires_grad_(True)
+
+    def learn(self, part: str, loss: Tensor) -> None:
+        """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
+        engine = self._engines[part]
+        engine.backward(loss)
+        if self.masters[part].replicated and engine.is_gradient_accumulation_boundary() and not self._finite_norm(part):
+            self.masters[part].pass_over()
+        else:
+            engine.step()
+
+    def _finite_norm(self, part: str) -> bool:
+        """Stage 0 in fp32 applies NaN without a look, so we look: it has just averaged the gradients on all ranks."""
+        gradients = [weight.grad for weight in self[part].module.parameters() if weight.grad is not None]
+        self._norms[part] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float()).item()
+        self._finite[part] = math.isfinite(self._norms[part])
+        return self._finite[part]
+
+    def applied(self) -> dict[str, bool]:
+        """For each part, whether its last step changed the weights."""
+        return {part: bool(engine.was_step_applied()) and self._finite.get(part, True)
+                for part, engine in self._engines.items()}
+
+    def set_lr(self, lr: float) -> None:
+        for engine in self._engines.values():
+            for group in engine.optimizer.param_groups:
+                group["lr"] = lr
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Each part's gradient norm of the last step, before clipping, where it was computed: {"grad_norm": ...}."""
+        norms = {part: self._norms.get(part, engine.get_global_grad_norm()) for part, engine in self._engines.items()}
+        return {"grad_norm" if len(self) == 1 else f"{part}/grad_norm": float(norm)
+                for part, norm in norms.items() if norm is not None}

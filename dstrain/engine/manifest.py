@@ -1,0 +1,105 @@
+"""The seal of a checkpoint: manifest.json, with size and hash of every file and a hash of itself.
+
+The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so that threads share a
+large file.
+"""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+NAME = "manifest.json"
+_BLOCK = 1 << 26
+_THREADS = 4                # for each rank; hashlib releases the interpreter's lock
+
+
+def manifest(path: str | os.PathLike) -> dict:
+    """The manifest of a checkpoint's folder: files, step, world, versions, extra.
+
+    ValueError: it is missing, truncated or altered. Whether the files agree with it is not asked.
+    """
+    try:
+        text = (Path(path) / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{NAME} is missing") from None
+    try:
+        body = json.loads(text)["body"]
+        whole = text == render(body)                         # all bytes: no flip hides in a space
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{NAME} is truncated or altered")
+    return body
+
+
+def render(body: dict) -> bytes:
+    """The manifest's bytes, a function of the body's content alone."""
+    body = json.loads(json.dumps(body))                      # keys become text, then are sorted
+    text = json.dumps(body, sort_keys=True, indent=1)
+    digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+    return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
+
+
+def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
+    """{name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
+    def block(job: tuple[str, int]) -> bytes:
+        name, start = job
+        with open(folder / name, "rb", buffering=0) as file:
+            if sync and start == 0:
+                os.fsync(file.fileno())
+            file.seek(start)
+            digest, left = hashlib.blake2b(digest_size=32), _BLOCK
+            while left and (data := file.read(min(left, 1 << 20))):
+                digest.update(data)
+                left -= len(data)
+            return digest.digest()
+
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    jobs = [(name, start) for name in names for start in range(0, max(sizes[name], 1), _BLOCK)]
+    whole = {name: hashlib.blake2b(digest_size=32) for name in names}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (name, _), digest in zip(jobs, pool.map(block, jobs)):
+            whole[name].update(digest)
+    return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
+
+
+def faults(folder: Path, names: list[str], said: dict[str, dict]) -> list[str]:
+    """What is wrong with the named files, against what the manifest said of them."""
+    try:
+        found = hash_files(folder, [name for name in names if (folder / name).is_file()])
+    except OSError as error:
+        return [f"{type(error).__name__}: {error}"]
+    wrong = []
+    for name in names:
+        if name not in found:
+            wrong.append(f"{name} is missing")
+        elif (size := found[name]["size"]) < said[name]["size"]:
+            wrong.append(f"{name} is truncated to {size} of {said[name]['size']} bytes")
+        elif found[name] != said[name]:
+            wrong.append(f"{name} has altered bytes")
+    return wrong
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    tmp = path.with_name(f"{path.name}.tmp")         # one writer: a crash leaves one, not many
+    write_synced(tmp, text.encode())
+    os.replace(tmp, path)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Forces a folder's entries to the disk: without it a rename may be lost with the power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""The fp32 weights that this rank owns, as named fragments. All DeepSpeed internals are named here and nowhere else.
+
+A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole parameter
+at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is padding.
+
+    stage 3           fp32_partitioned_groups_flat, one flat for each sub-group
+    stage 1, 2        single_partition_of_fp32_groups, one flat for each parameter group
+    stage 0 bf16/fp16 fp32_groups, one for each parameter, on every rank
+    stage 0 fp32      the parameters themselves, on every rank
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dstrain import ranks
+from dstrain.engine.fragments import Fragment
+from dstrain.engine.initial import full_shape
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Masters:
+    """fp32 weights of one engine: where they lie, what they are called, how they reach the compute weights."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self._names = {id(weight): name for name, weight in engine.module.named_parameters()}
+        self._zero = engine.optimizer
+        self.flats: list[Tensor] = []
+        self.fragments: list[tuple[Fragment, int, int]] = []              # fragment, number of its flat, offset in it
+        stage = engine.zero_optimization_stage()
+        self.replicated = stage == 0
+        {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[stage]()
+        compute = {weight.data_ptr() for weight in self._compute_flats()}
+        # In fp32 the masters may be the compute weights themselves: showing other values then needs a copy.
+        self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
+
+    # ------------------------------------------------------------------------------------------------ where they lie
+
+    def _find_stage0(self) -> None:
+        groups = getattr(self._zero, "fp32_groups", None)
+        if groups is None:
+            pairs = [(p, p.data) for group in self._zero.param_groups for p in group["params"]]
+        else:
+            pairs = [(p, master) for ps, masters in zip(self._zero.fp16_groups, groups) for p, master in zip(ps, masters)]
+        self._weights = [weight for weight, _ in pairs]
+        for number, (weight, master) in enumerate(pairs):
+            self.flats.append(master)
+            self.fragments.append((Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel()), number, 0))
+
+    def _find_stage12(self) -> None:
+        if not hasattr(self._zero, "single_partition_of_fp32_groups"):
+            raise ValueError(f"DeepSpeed chose {type(self._zero).__name__}, whose fp32 weights dstrain does not reach; "
+                             "remove data_types.grad_accum_dtype from the DeepSpeed config")
+        self.flats = list(self._zero.single_partition_of_fp32_groups)
+        for number, group in enumerate(self._zero.bit16_groups):
+            for weight in group:
+                mapping = weight._hp_mapping                              # None where another rank owns all of it
+                if mapping is not None:
+                    inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    fragment = Fragment(self._names[id(weight)], tuple(weight.shape), inside.start, inside.numel)
+                    self.fragments.append((fragment, number, place.start))
+
+    def _find_stage3(self) -> None:
+        self.flats = list(self._zero.fp32_partitioned_groups_flat)
+        rank = dist.get_rank(self._zero.dp_process_group)
+        for group in self._zero.fp16_groups:
+            for weight in group:
+                number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
+                start = min(rank * length, weight.ds_numel)               # the last partition is padded
+                numel = min(length, weight.ds_numel - start)
+                if numel > 0:
+                    fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
+                    self.fragments.append((fragment, number, offset))
+
+    def _compute_flats(self) -> Sequence[Tensor]:
+        """This rank's shares of the weights that the network computes with, aligned with the flats."""
+        if self.replicated:
+            return [weight.data for weight in self._weights]
+        if hasattr(self._zero, "fp16_partitioned_groups_flat"):
+            return self._zero.fp16_partitioned_groups_flat
+        return [parts[dist.get_rank(group)]
+                for parts, group in zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)]
+
+    # --------------------------------------------------------------------------------------------- reading and writing
+
+    def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
+        """Each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
+        for fragment, number, offset in self.fragments:
+            yield fragment, flats[number].detach().view(-1).narrow(0, offset, fragment.numel)
+
+    def own_views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
+        """`views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
+        rank, world = ranks.rank(), ranks.world()
+        for number, view in enumerate(self.views(flats)):
+            if not self.replicated or number % world == rank:
+                yield view
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Sets the masters from full weights by name; names that are not trained are passed over. Then `publish`."""
+        mine: dict[str, list[tuple[Fragment, Tensor]]] = {}
+        for fragment, view in self.views(self.flats):
+            mine.setdefault(fragment.name, []).append((fragment, view))
+        for name, value in values:
+            for fragment, view in mine.get(name, ()):
+                view.copy_(value.reshape(-1)[fragment.start: fragment.start + fragment.numel])
+
+    def publish(self) -> None:
+        """Writes the masters into the compute weights, on all ranks together."""
+        self._show(self.flats)
+
+    @contextmanager
+    def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
+        """The network computes with `flats` inside, and with the masters, bit for bit, afterwards; all ranks together."""
+        kept = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
+        self._show(flats)
+        try:
+            yield
+        finally:
+            self._show(kept)
+
+    @torch.no_grad()
+    def _show(self, flats: Sequence[Tensor]) -> None:
+        gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
+        if gathers:
+            self._zero.checkpoint_event_prologue()                        # gives up gathered parameters
+        for shown, flat in zip(self._compute_flats(), flats):
+            shown.copy_(flat.view_as(shown))
+        if gathers:
+            for number in range(len(flats)):
+                self._zero._unflatten_partitioned_parameters(number)
+            self._zero.checkpoint_event_epilogue()                        # gathers the persistent ones again
+        elif not self.replicated:
+            self._gather_partitions()
+
+    def _gather_partitions(self) -> None:
+        from deepspeed.runtime.utils import all_gather_dp_groups
+        all_gather_dp_groups(groups_flat=self._zero.bit16_groups_flat,
+                             partitioned_param_groups=self._zero.parallel_partitioned_bit16_groups,
+                             dp_process_group=self._zero.real_dp_process_group,
+                             start_alignment_factor=self._zero.nccl_start_alignment_factor,
+                             allgather_bucket_size=self._zero.allgather_bucket_size)
+
+    # ------------------------------------------------------------------------------------------------ optimizer state
+
+    def _inner(self) -> torch.optim.Optimizer:
+        return getattr(self._zero, "optimizer", self._zero)
+
+    def _key(self, number: int) -> Tensor:
+        """What the optimizer's state of a flat is filed under."""
+        if self.replicated and not hasattr(self._zero, "fp32_groups"):
+            return self._weights[number]
+        return self.flats[number]
+
+    def forget_moments(self) -> None:
+        """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
+        self._inner().state.clear()
+
+    def pass_over(self) -> None:
+        """Ends a step at stage 0 without an update, counted as DeepSpeed counts the steps that it skips itself."""
+        self.engine.zero_grad()
+        self.engine.micro_steps += 1
+        self.engine.global_steps += 1
+        self.engine.skipped_steps += 1
+
+    def moments(self, kind: str) -> list[Tensor]:
+        """`exp_avg` or `exp_avg_sq` in the masters' layout; zeros are made where no step was taken yet."""
+        return [self._state(number)[kind] for number in range(len(self.flats))]
+
+    def _state(self, number: int) -> dict[str, Any]:
+        state = self._inner().state[self._key(number)]
+        if not state:
+            flat = self.flats[number]
+            counter = 0 if type(self._inner()).__name__ == "DeepSpeedCPUAdam" else torch.tensor(0.0)
+            if self._inner().defaults.get("fused"):
+                counter = torch.zeros((), dtype=torch.float32, device=flat.device)
+            state.update(step=counter, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS})
+        return state
+
+    @property
+    def updates(self) -> int:
+        """Updates that the optimizer has applied: Adam's own count, which skipped steps do not advance."""
+        return int(self._state(0)["step"]) if self.flats else 0
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for number in range(len(self.flats)):
+            state = self._state(number)
+            if torch.is_tensor(state["step"]):
+                state["step"].fill_(count)
+            else:
+                state["step"] = count

@@ -1,0 +1,245 @@
+"""The DeepSpeed settings of a run: a JSON of ds_configs/ and the recipe, merged and checked, one owner for each fact.
+
+The recipe owns batch, learning rate, betas, decay and clip; the JSON owns stage, precision, offload, overlap and
+buckets. What the JSON leaves out or "auto" is filled in from the recipe; what both give must agree. DeepSpeed itself
+ignores unknown keys, drops "auto" within a section and clips to 1.0 when it is told nothing, all silently: here the
+first two are errors and the clip is always written.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import ConfigError, Run, divisors
+from dstrain.engine.schema import refusals, unsupported
+from dstrain.recipe import nearby
+
+Settings = dict[str, Any]
+
+# dstrain's own choices where the JSON says nothing.
+_DEFAULTS = {
+    "steps_per_print": 10**12,                   # dstrain reports; 0 would divide by zero
+    "wall_clock_breakdown": False,               # it synchronizes at every phase
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,        # dstrain builds the optimizer, also an offloaded one
+}
+# "auto" of the Hugging Face configurations that can be decided here; buckets as in ds_configs/.
+_AUTO_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
+              "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
+
+
+def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str) -> Settings:
+    """The one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu")."""
+    source = "ds_config" if isinstance(ds_config, dict) else str(ds_config)
+    settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read(ds_config)
+    if "bfloat16" in settings and "bf16" not in settings:
+        settings["bf16"] = settings.pop("bfloat16")
+    problems = list(unsupported(settings))
+    problems += _optimizer(settings.pop("optimizer", {}), run)
+    problems += _recipes(settings, run, world)
+    problems += _automatic(settings)
+    for key, value in _DEFAULTS.items():
+        settings.setdefault(key, value)
+    problems += refusals(settings)
+    if not problems:                                          # the types are right from here on
+        problems += _mechanism(settings, run, world, device_type)
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    return settings
+
+
+def micro_and_accumulation(run: Run, world: int) -> tuple[int, int]:
+    """Samples for each rank and forward pass, and forward passes for each optimizer step."""
+    total, micro = run.batch.global_, run.batch.micro
+    if total % world:
+        fits = sorted({total // world * world or world, -(-total // world) * world})
+        raise ConfigError(f"batch.global={total} cannot be split evenly over {world} ranks: write "
+                          f"batch.global={' or '.join(map(str, fits))}, or start {divisors(total)} ranks")
+    share = total // world
+    micro = micro or share
+    if share % micro:
+        raise ConfigError(f"batch.micro={micro} does not divide the {share} samples of a rank (batch.global={total} "
+                          f"over {world} ranks): micro-batches that work are {divisors(share)}")
+    return micro, share // micro
+
+
+def stage(settings: Settings) -> int:
+    """The ZeRO stage, 0 to 3."""
+    return int(settings.get("zero_optimization", {}).get("stage", 0))
+
+
+def precision(settings: Settings) -> str:
+    """What the networks compute in: fp32, bf16 or fp16."""
+    return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
+
+
+def offload(settings: Settings, what: str) -> str:
+    """Where offload_optimizer or offload_param puts its part: none, cpu or nvme."""
+    return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
+
+
+def offloads_optimizer(settings: Settings) -> bool:
+    return offload(settings, "offload_optimizer") != "none"
+
+
+def remarks(settings: Settings, device_type: str) -> list[str]:
+    """What is allowed and worth knowing before the run."""
+    zero, bf16 = settings.get("zero_optimization", {}), precision(settings) == "bf16"
+    checked = settings.get("bf16", {}).get("check_grad_overflow", True) if bf16 else zero.get("compute_grad_norm", True)
+    found = []
+    if stage(settings) == 0 and precision(settings) != "fp32":
+        found.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
+    if precision(settings) != "fp16" and (not checked or (stage(settings) == 0 and not bf16)):
+        found.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
+    if bf16 and device_type == "cpu" and not _multiplies_bf16():
+        # Measured on a small DiT against fp32: 1.9 times as fast with AVX512_BF16, 1.3 times as slow with plain AVX-512,
+        # 10 times as slow with AVX2.
+        found.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
+    return found
+
+
+def _multiplies_bf16() -> bool:
+    import torch
+    native = (getattr(torch.cpu, f"_is_{name}_supported", lambda: False) for name in ("avx512_bf16", "amx_tile"))
+    return any(check() for check in native) or os.uname().machine in ("aarch64", "arm64")
+
+
+def _read(path: Path) -> Settings:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except FileNotFoundError:
+        raise ConfigError(f"--ds_config {path}: there is no such file{nearby(path, '*.json')}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "
+                          "no comma after the last entry)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--ds_config {path} cannot be read as a text file: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"{path}: the key {error} stands twice in one section; remove one") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds a {type(settings).__name__}: DeepSpeed's settings are one {{...}} of sections")
+    return settings
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Settings:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise KeyError(key)
+    return dict(pairs)
+
+
+def _optimizer(block: Any, run: Run) -> Iterator[str]:
+    """Compares an optimizer block with the recipe; dstrain builds the optimizer itself."""
+    if not isinstance(block, dict) or not isinstance(block.get("params", {}), dict):
+        yield '"optimizer" is no section with "type" and "params": remove it, the recipe owns the optimizer'
+        return
+    kind = str(block.get("type", "AdamW"))
+    if kind.lower() not in ("adam", "adamw", "auto"):
+        yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {run.optimizer.name}: remove the block'
+    own = {"lr": run.optimizer.lr, "betas": list(run.optimizer.betas), "eps": run.optimizer.eps,
+           "weight_decay": run.optimizer.weight_decay}
+    for key, value in block.get("params", {}).items():
+        if key in own:
+            yield from _agreement(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
+        elif (key, value) != ("adam_w_mode", True):
+            yield f'"optimizer.params.{key}" has no effect, since dstrain builds the optimizer: remove it'
+    for key in sorted(set(block) - {"type", "params"}):
+        yield f'"optimizer.{key}" has no effect, since dstrain builds the optimizer: remove it'
+
+
+def _recipes(settings: Settings, run: Run, world: int) -> Iterator[str]:
+    """Fills in what the recipe owns."""
+    try:
+        micro, accumulation = micro_and_accumulation(run, world)
+    except ConfigError as error:
+        raise ConfigError(*error.problems) from None              # named by its recipe keys: the JSON is not at fault
+    for key, recipe_key, own in (
+        ("train_batch_size", "batch.global", run.batch.global_),
+        ("train_micro_batch_size_per_gpu", "batch.micro", micro),
+        ("gradient_accumulation_steps", f"batch.global / batch.micro / {world} ranks", accumulation),
+        ("gradient_clipping", "optimizer.clip", run.optimizer.clip),
+    ):
+        yield from _agreement(key, settings.get(key, "auto"), recipe_key, own)
+        settings[key] = own
+
+
+def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
+    if value == "auto" or value == own:
+        return
+    yield (f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: '
+           'write "auto" in the JSON, which leaves it to the recipe, or make both equal')
+
+
+def _automatic(settings: Settings) -> Iterator[str]:
+    """Decides the "auto" of bucket sizes and names every other one."""
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, dict):
+        zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
+    for key in _autos(settings, ""):
+        section, _, name = key.rpartition(".")
+        if name == "enabled":
+            yield f'"{key}" is "auto", which DeepSpeed reads as false: write true or false'
+        else:
+            within = f" within {section}" if section else ""
+            yield f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for DeepSpeed\'s default'
+
+
+def _autos(value: Any, key: str) -> Iterator[str]:
+    if value == "auto":
+        yield key
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if (key, name) != ("data_types", "keep_in_fp32_modules"):      # there DeepSpeed knows the word
+                yield from _autos(inner, f"{key}.{name}" if key else name)
+
+
+def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> Iterator[str]:
+    """What does not go together, in DeepSpeed or with dstrain's own promises."""
+    zero = settings.get("zero_optimization", {})
+    enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")]
+    if len(enabled) == 2:
+        yield '"bf16.enabled" and "fp16.enabled" are both true: keep one (bf16 needs no loss scale)'
+    elif enabled == ["fp16"] and device_type == "cpu":
+        yield ('"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
+               "ds_configs/zero2_fp32.json")
+    if not zero.get("compute_grad_norm", True) and run.optimizer.clip > 0:
+        yield ('"zero_optimization.compute_grad_norm" is false, and optimizer.clip in the recipe is '
+               f"{run.optimizer.clip}: clipping needs the norm; write true, or optimizer.clip=0")
+    if not zero.get("compute_grad_norm", True) and offloads_optimizer(settings):
+        yield '"zero_optimization.compute_grad_norm" is false: DeepSpeed needs it true with offload_optimizer'
+    for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = offload(settings, what)
+        if device != "none" and stage(settings) < least:
+            yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
+                   f"{stage(settings)}: remove it or raise the stage")
+    yield from _nvme(zero, run)
+    if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
+        yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
+    local = zero.get("zero_hpz_partition_size", 1)
+    if local > 1 and world % min(local, world):
+        yield (f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
+               f"of GPUs of a machine, one of {divisors(world)}")
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key, False) > (key == "zero_hpz_partition_size"):
+            if stage(settings) != 3:
+                yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {stage(settings)}: remove it'
+            elif device_type == "cpu" and "quantized" in key:
+                yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
+
+
+def _nvme(zero: dict[str, Any], run: Run) -> Iterator[str]:
+    keys = [what for what in ("offload_optimizer", "offload_param") if (zero.get(what) or {}).get("device") == "nvme"]
+    for what in keys:
+        path = zero[what].get("nvme_path")
+        if not path or not os.path.isdir(path):
+            yield (f'"zero_optimization.{what}.nvme_path" is {json.dumps(path)}, which is no folder here: '
+                   "name one on a local NVMe disk")
+    beyond = f'"zero_optimization.{" and ".join(keys)}" on nvme leaves weights out of reach of'
+    if keys and run.save.format != "deepspeed":
+        yield f'{beyond} save.format={run.save.format}: write save.format=deepspeed, or "cpu" in the JSON'
+    if keys and run.ema.decays:
+        yield f'{beyond} the EMA (ema.decays={list(run.ema.decays)}): write ema.decays=[], or "cpu" in the JSON'

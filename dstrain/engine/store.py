@@ -1,0 +1,234 @@
+"""A folder of checkpoints that survives kill -9, a full disk and damaged files.
+
+    FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
+    FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
+    FOLDER/newest               a hint for people and scripts; resume does not trust it
+    FOLDER/best                 the step that `protect` named
+
+The manifest is written last and synced, and then the folder is renamed. A step that verifies is
+never written again. Every method but steps() is called on all ranks and ends alike on all of them,
+whatever happens on any; the folder is shared by all. What the files hold is not known here.
+"""
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dstrain
+from dstrain import ranks
+from dstrain.engine.manifest import (NAME, faults, hash_files, manifest, render, replace,
+                                     sync_folder, write_synced)
+
+_WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
+
+
+class Store:
+    """Checkpoints in `folder`: the newest `keep`, multiples of `keep_every` and the protected one.
+
+    After a call that did not succeed `error` says why, on all ranks.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0) -> None:
+        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self.error: str | None = None
+        self.damaged: set[int] = set()                       # steps that newest() passed over
+
+    # ---------------------------------------------------------------------------------- writing
+
+    def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None,
+             need_bytes: int = 0) -> bool:
+        """begin, write(folder) on every rank, commit. True: the step is there and whole."""
+        folder = self.begin(step, need_bytes)
+        if folder is None:
+            return self.error is None
+        failed = None
+        try:
+            write(folder)
+        except Exception as error:                           # the other ranks wait in commit
+            failed = _reason(error)
+        return self.commit(step, extra, failed)
+
+    def begin(self, step: int, need_bytes: int = 0) -> Path | None:
+        """The empty folder to write `step` into; `need_bytes` is what this rank will write.
+
+        None: there is nothing to do (`error` is None: the step is there and verifies, as after a
+        resume without a new step), or it cannot be done (`error` says why, such as no space).
+        """
+        self.error = None
+        if self._verify(step) is None:
+            return None
+        needed = sum(ranks.objects(int(need_bytes)))
+        tmp = self._path(step, ".tmp")
+
+        def prepare() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob("step_*.tmp"):
+                shutil.rmtree(leftover)
+            free = shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise ValueError(f"{self.folder} has {free / 1e9:.2f} GB free, "
+                                 f"{needed / 1e9:.2f} GB are needed")
+            tmp.mkdir()
+
+        self.error = self._on_first(prepare)
+        return tmp if self.error is None else None
+
+    def commit(self, step: int, extra: dict | None = None, failed: str | None = None) -> bool:
+        """Seals what the ranks have written since `begin`. True when the checkpoint is whole.
+
+        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all, as it
+        is after any fault here; older checkpoints stay as they are. `extra`: a small value for
+        manifest(path)["extra"], rank 0's.
+        """
+        tmp = self._path(step, ".tmp")
+        self.error = _first_of(ranks.objects(failed))
+        if self.error is None:
+            files = self._hash_all(tmp)                      # sets error
+        if self.error is None:
+            body = {"files": files, "step": step, "world": ranks.world(), "extra": extra or {},
+                    "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
+            self.error = self._on_first(lambda: self._seal(step, tmp, body))
+        if self.error is not None:
+            self._on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
+            return False
+        self.damaged.discard(step)
+        self._on_first(lambda: self._point("newest", step))  # a fault here or in the next line
+        self._on_first(self._delete_outdated)                # takes nothing from what is saved
+        return True
+
+    def protect(self, step: int) -> None:
+        """Keeps `step` until another is protected: the best one."""
+        self._on_first(lambda: self._point("best", step))
+
+    # ---------------------------------------------------------------------------------- reading
+
+    def newest(self, report: Callable[[str], None] = print) -> tuple[int, Path] | None:
+        """The newest step whose every file verifies, and its folder; None without any.
+
+        Damaged ones are passed over; `report` is told which and why, on rank 0.
+        """
+        for step in sorted(ranks.from_first(self.steps()), reverse=True):
+            reason = self._verify(step)
+            if reason is None:
+                return step, self._path(step)
+            self.damaged.add(step)
+            if _first():
+                report(f"checkpoint {self._path(step)} is damaged and passed over: {reason}")
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, ascending; whether they verify is not asked."""
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name))
+
+    # ----------------------------------------------------------------------------------- within
+
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.folder / f"step_{step:08d}{suffix}"
+
+    def _verify(self, step: int) -> str | None:
+        """Why a step does not verify, None when it does; each rank reads its share of the files."""
+        path, found = self._path(step), (None, None)
+        if _first():
+            try:
+                body = manifest(path)
+                wrong = body["step"] != step
+                found = body, f"{NAME} is of step {body['step']}" if wrong else None
+            except (OSError, ValueError) as error:
+                found = None, _reason(error)
+        body, reason = ranks.from_first(found)
+        if reason is not None:
+            return reason
+        files = body["files"]
+        largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
+        share = largest_first[ranks.rank() % ranks.world()::ranks.world()]
+        wrong = [fault for some in ranks.objects(faults(path, share, files)) for fault in some]
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return ", ".join(wrong[:3]) + more or None
+
+    def _hash_all(self, tmp: Path) -> dict[str, dict]:
+        """Size and hash of every file, each synced and hashed by one rank; sets `error`."""
+        names, files, fault = [], {}, None
+        try:
+            paths = [path for path in tmp.rglob("*") if path.is_file()]
+            names = [path.relative_to(tmp).as_posix() for path in paths]
+            mine = [name for name in names if _owner(name) == ranks.rank() % ranks.world()]
+            files = hash_files(tmp, mine, sync=True)
+        except Exception as error:
+            fault = _reason(error)
+        gathered = ranks.objects((names, files, fault))
+        merged = {name: entry for _, some, _ in gathered for name, entry in some.items()}
+        unseen = sorted({name for seen, _, _ in gathered for name in seen} - set(merged))
+        self.error = _first_of([fault for _, _, fault in gathered])
+        if self.error is None and unseen:
+            self.error = f"{unseen[0]} is not seen by all ranks: is {self.folder} shared?"
+        return merged
+
+    def _seal(self, step: int, tmp: Path, body: dict) -> None:
+        write_synced(tmp / NAME, render(body))
+        for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
+            sync_folder(folder)
+        final = self._path(step)
+        if final.exists():                                   # begin has found it damaged
+            os.rename(final, self._path(step, ".damaged.tmp"))
+        os.rename(tmp, final)
+        sync_folder(self.folder)
+
+    def _point(self, pointer: str, step: int) -> None:
+        replace(self.folder / pointer, f"{self._path(step).name}\n")
+
+    def _delete_outdated(self) -> None:
+        best = self.folder / "best"
+        protected = int(best.read_text()[5:]) if best.is_file() else None
+        for step in _outdated(self.steps(), self.keep, self.keep_every, protected, self.damaged):
+            gone = self._path(step, ".gone.tmp")             # half a folder must not bear the name
+            os.rename(self._path(step), gone)
+        for gone in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(gone)
+
+    def _on_first(self, action: Callable[[], Any]) -> str | None:
+        """Runs an action on rank 0; its failure, None for success, on all ranks."""
+        reason = None
+        if _first():
+            try:
+                action()
+            except Exception as error:
+                reason = _reason(error)
+        return ranks.from_first(reason)
+
+
+def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | None,
+              damaged: set[int]) -> list[int]:
+    """Steps to delete. A damaged one counts for nothing, and goes once a newer one is whole."""
+    whole = [step for step in sorted(steps) if step not in damaged]
+    kept = {protected, *whole[-keep:]}
+    kept.update(step for step in whole if keep_every and step % keep_every == 0)
+    return [step for step in steps if step not in kept and step < max(whole, default=0)]
+
+
+def _owner(name: str) -> int:
+    """The rank that hashes a file: the one that wrote it, by its name; others are dealt out."""
+    writer = _WRITTEN_BY.fullmatch(name)
+    return (int(writer[1]) if writer else zlib.crc32(name.encode())) % ranks.world()
+
+
+def _first() -> bool:
+    return ranks.rank() % ranks.world() == 0
+
+
+def _first_of(reasons: list[str | None]) -> str | None:
+    """The first rank's failure, with the rank where there are several."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return reason if len(reasons) == 1 else f"rank {rank}: {reason}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,104 @@
+"""Launched by test_elastic.py: saves at every stage on 2 ranks, loads at others and on other numbers of ranks.
+
+    save FOLDER            4 steps at each stage, a checkpoint, 10 more steps; what was there goes to FOLDER/truth.pt
+    load FOLDER OUT.json   loads each pair of stages, compares bit for bit, takes the 10 steps again
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dstrain import ranks
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines, start
+from dstrain.engine.masters import MOMENTS
+from dstrain.engine.settings import resolve
+from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
+from tests.support.tiny import Tiny
+
+BEFORE, AFTER = 4, 10
+PAIRS = ((0, 3), (1, 1), (1, 2), (2, 2), (2, 3), (3, 2), (3, 3), (3, 0))
+
+
+class History:
+    """Small state beside the weights, as a loss-aware timestep sampler keeps it."""
+
+    def __init__(self):
+        self.values = torch.zeros(3)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+class Trial:
+    def __init__(self, stage: int, folder: Path):
+        run = recipe(GLOBAL // ranks.world())
+        config = {"zero_optimization": {"stage": stage}}
+        if stage == 3:
+            config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
+        self.engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, ranks.world(), "cpu"), decays)
+        self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
+        self.history = History()
+        self.saves = Checkpoints(folder, self.engines, self.ema, self.history)
+
+    def steps(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            x, y = batch(step)
+            mine = rows(0, GLOBAL // ranks.world())
+            with self.engines.turn("tiny") as nets:
+                loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
+                self.engines.learn("tiny", loss)
+            self.ema.update(step, self.engines.applied())
+            self.history.values += step
+            losses.append((ranks.total(loss.detach()) / ranks.world()).item())
+        return losses
+
+    def state(self) -> dict[str, torch.Tensor]:
+        masters = self.engines.masters["tiny"]
+        kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS},
+                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()}}
+        whole = {f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()}
+        return whole | {"buffer": self.engines.modules["tiny"].scale.table.clone(), "history": self.history.values.clone(),
+                        "updates": torch.tensor(masters.updates)}
+
+
+def save(folder: Path) -> None:
+    truth = {}
+    for stage in (0, 1, 2, 3):
+        trial = Trial(stage, folder / f"stage{stage}")
+        trial.steps(0, BEFORE)
+        assert trial.saves.save(BEFORE), trial.saves.store.error
+        truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
+    if ranks.rank() == 0:
+        torch.save(truth, folder / "truth.pt")
+
+
+def load(folder: Path, out: Path) -> None:
+    truth = torch.load(folder / "truth.pt")
+    figures = {}
+    for saved, loaded in PAIRS:
+        trial = Trial(loaded, folder / f"stage{saved}")
+        trial.steps(50, 51)                                               # whatever was there before must go
+        trial.engines.modules["tiny"].scale.table.zero_()
+        step = trial.saves.resume()
+        state, wanted = trial.state(), truth[saved]["state"]
+        losses = trial.steps(BEFORE, BEFORE + AFTER)
+        figures[f"{saved}->{loaded}"] = {
+            "step": step, "differ": [name for name in wanted if not torch.equal(state[name], wanted[name])],
+            "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth[saved]["losses"])),
+            "trivial": losses[0] == losses[-1]}
+    if ranks.rank() == 0:
+        out.write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    start()
+    save(Path(words[1])) if words[0] == "save" else load(Path(words[1]), Path(words[2]))

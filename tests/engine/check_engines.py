@@ -1,0 +1,160 @@
+"""Launched on 2 ranks by test_engines.py: measures the engine against plain torch and writes the figures as JSON."""
+
+import json
+import sys
+
+import torch
+
+from dstrain import draws, ranks
+from dstrain.config import Ema, Run
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines, start
+from dstrain.engine.initial import initial_weights
+from dstrain.engine.settings import resolve
+from tests.support.tiny import Tiny
+
+STEPS, GLOBAL, SEED = 6, 8, 3
+CLIP = 0.05
+EMA = Ema(decays=(0.9, 0.5))
+
+
+def recipe(micro: int) -> Run:
+    return Run.model_validate({
+        "name": "tiny", "seed": SEED, "steps": STEPS, "batch": {"global": GLOBAL, "micro": micro},
+        "optimizer": {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": CLIP}, "ema": EMA.model_dump()})
+
+
+def decays(name: str, weight: torch.Tensor) -> bool:
+    return weight.ndim >= 2
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key = draws.keys(SEED, step, torch.arange(GLOBAL))
+    return draws.normal(key, "x", (5,)), draws.normal(key, "y", (3,))
+
+
+def rows(micro_step: int, micro: int) -> slice:
+    start_row = (micro_step * ranks.world() + ranks.rank()) * micro
+    return slice(start_row, start_row + micro)
+
+
+def reference() -> tuple[dict[str, torch.Tensor], float]:
+    """Plain torch: one process, whole batch, AdamW; the weights and the last gradient norm."""
+    network = Tiny()
+    network.load_state_dict(dict(initial_weights(network, SEED)))
+    groups = [{"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+              {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        x, y = batch(step)
+        (network(x) - y).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.detach().clone() for name, weight in network.named_parameters()}, norm.item()
+
+
+def gathered(masters, flats) -> dict[str, torch.Tensor]:
+    """Full tensors by name from every rank's fragments."""
+    full: dict[str, torch.Tensor] = {}
+    pieces = [(fragment, view.clone()) for fragment, view in masters.own_views(flats)]
+    for part in ranks.objects(pieces):
+        for fragment, view in part:
+            whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
+            whole.view(-1)[fragment.start: fragment.start + fragment.numel] = view
+    assert not any(tensor.isnan().any() for tensor in full.values()), "a fragment is missing"
+    return full
+
+
+def furthest(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def mean_difference(a: dict, b: dict) -> float:
+    return torch.cat([(a[name] - b[name]).abs().flatten() for name in a]).mean().item()
+
+
+def measure(stage: int, precision: str, micro: int, expected: dict, norm: float) -> dict:
+    run = recipe(micro)
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
+    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, ranks.world(), "cpu"), decays)
+    masters = engines.masters["tiny"]
+    shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
+    begun = gathered(masters, masters.flats)
+    full = dict(initial_weights(Tiny(), SEED))
+    naive = {decay: {name: weight.clone() for name, weight in begun.items()} for decay in EMA.decays}
+    held_x = batch(100)[0]
+    swaps, applied = [], []
+    for step in range(STEPS):
+        engines.set_lr(run.optimizer.lr_at(step, STEPS))
+        x, y = batch(step)
+        for micro_step in range(GLOBAL // (micro * ranks.world())):
+            mine = rows(micro_step, micro)
+            with engines.turn("tiny") as nets:
+                loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
+                engines.learn("tiny", loss)
+            last = micro_step + 1 == GLOBAL // (micro * ranks.world())
+            applied.append(engines.applied()["tiny"] == last)
+        shadow.update(step, engines.applied())
+        live = gathered(masters, masters.flats)
+        for decay, weights in naive.items():
+            for name, weight in weights.items():
+                weight.lerp_(live[name], 1 - decay)
+        if step in (0, 3):
+            with torch.no_grad():
+                network = engines.modules["tiny"]
+                before, flats = network(held_x), [flat.detach().clone() for flat in masters.flats]
+                with shadow.swapped(0.5):
+                    inside = network(held_x)
+                again = network(held_x)
+            oracle = Tiny()
+            oracle.load_state_dict(naive[0.5] | {k: v for k, v in full.items() if "table" in k})
+            oracle.to(next(network.parameters()).dtype)
+            oracle.scale.table = full["scale.table"]
+            swaps.append({
+                "restored": bool((before == again).all()) and all((a == b).all() for a, b in zip(flats, masters.flats)),
+                "inside": (inside - oracle(held_x)).abs().max().item(),
+                "changed": (inside - before).abs().max().item()})
+    figures = {
+        "initial": furthest(begun, {name: full[name] for name in begun}),
+        "weights": furthest(gathered(masters, masters.flats), expected),
+        "weights_mean": mean_difference(gathered(masters, masters.flats), expected),
+        "moved_mean": mean_difference(begun, expected),
+        "ema": [furthest(gathered(masters, shadow.flats["tiny"][decay]), naive[decay]) for decay in EMA.decays],
+        "swapped": swaps, "applied": all(applied), "updates": masters.updates,
+        "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
+        "norm": engines.gradient_norms()["grad_norm"], "true_norm": norm}
+    # A gradient that is not finite, on one rank only: nothing moves, anywhere.
+    flats = [flat.detach().clone() for flat in masters.flats]
+    with engines.turn("tiny") as nets:
+        for micro_step in range(GLOBAL // (micro * ranks.world())):
+            loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
+            engines.learn("tiny", loss * (torch.inf if ranks.rank() == 0 else 1.0))
+    shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
+    shadow.update(STEPS, engines.applied())
+    figures["skipped"] = {
+        "said": not engines.applied()["tiny"], "updates": masters.updates,
+        "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
+        "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5]))}
+    return figures
+
+
+def main(path: str) -> None:
+    start()
+    expected, norm = reference()
+    cases = [(stage, precision, micro) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16") for micro in (4, 2)]
+    figures = {}
+    for stage, precision, micro in cases:
+        figures[f"{stage}-{precision}-{micro}"] = measure(stage, precision, micro, expected, norm)
+    if ranks.rank() == 0:
+        with open(path, "w") as file:
+            json.dump(figures, file)
+
+
+if __name__ == "__main__":
+    main([argument for argument in sys.argv[1:] if not argument.startswith("--")][0])

@@ -1,0 +1,82 @@
+"""Run by test_kill.py: 2 ranks that save every step are killed at random moments, again and again.
+
+The ranks are forked from this process after its imports and before any thread or process group, so that a life lasts a
+second instead of ten. Rank 0 writes each step's loss to `losses` as it happens.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import deepspeed  # noqa: F401  imported once, for all the forks
+from dstrain import ranks
+from dstrain.engine.engines import start
+from tests.engine.check_elastic import Trial
+from tests.support.launch import free_port
+
+
+def live(rank: int, port: int, folder: Path, last: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    start()
+    trial = Trial(2, folder / "checkpoints")
+    step = trial.saves.resume()
+    if rank == 0:
+        (folder / "resumed").write_text(str(step))
+    for step in range(step, last):
+        loss = trial.steps(step, step + 1)[0]
+        if rank == 0:
+            with open(folder / "losses", "a") as file:
+                file.write(f"{step} {loss.hex()}\n")
+        assert trial.saves.save(step + 1), trial.saves.store.error
+        if rank == 0:
+            (folder / "saved").write_text(str(step + 1))
+    ranks.barrier()
+
+
+def fork(rank: int, port: int, folder: Path, last: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        live(rank, port, folder, last)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def number(path: Path) -> int:
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(kills):
+        before = number(folder / "saved")
+        (folder / "resumed").unlink(missing_ok=True)
+        port = free_port()
+        pids = [fork(rank, port, folder, 10**6) for rank in (0, 1)]
+        end = time.monotonic() + 60
+        while not (folder / "resumed").exists() or number(folder / "saved") <= before:
+            assert time.monotonic() < end, "no progress after a kill"
+            time.sleep(0.005)
+        resumed = number(folder / "resumed")
+        assert before <= resumed <= before + 1, f"resumed at {resumed}, saved was {before}"
+        time.sleep(chance.uniform(0, 0.15))
+        for pid in chance.sample(pids, 2):
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+    port, last = free_port(), number(folder / "saved") + 5
+    pids = [fork(rank, port, folder, last) for rank in (0, 1)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0], "the last life did not end well"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,31 @@
+"""Checkpoints at other stages and numbers of ranks, through the real launcher."""
+
+import json
+
+import pytest
+
+from tests.engine.check_elastic import BEFORE, PAIRS
+from tests.support.launch import launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elastic")
+    launch("tests/engine/check_elastic.py", "save", folder, num=2)
+    return folder
+
+
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_loads_bit_for_bit_and_goes_on(saved, num):
+    """Oracle: the run that saved, on 2 ranks: its masters, moments, averages and buffers, and its next ten losses."""
+    out = saved / f"on{num}.json"
+    launch("tests/engine/check_elastic.py", "load", saved, out, num=num)
+    figures = json.loads(out.read_text())
+    assert len(figures) == len(PAIRS)
+    for pair, found in figures.items():
+        assert found["step"] == BEFORE
+        assert found["differ"] == [], pair
+        assert found["losses"] < 1e-5, pair
+        assert not found["trivial"]

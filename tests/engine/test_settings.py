@@ -1,0 +1,203 @@
+"""The merge of ds_configs/*.json with a recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
+
+from dstrain import recipe
+from dstrain.config import ConfigError, Run
+from dstrain.engine import settings
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+# stage, precision, offload of each file, by its name
+NAMED = {"zero1": (1, "bf16", False), "zero2": (2, "bf16", False), "zero3": (3, "bf16", False),
+         "zero2_fp32": (2, "fp32", False), "zero2_fp16": (2, "fp16", False), "zero2_offload": (2, "bf16", True),
+         "zero3_offload": (3, "bf16", True), "zero3_nvme": (3, "bf16", True), "zeropp": (3, "bf16", False)}
+
+
+def faults(ds_config, *overrides, world=1, device="cpu"):
+    with pytest.raises(ConfigError) as caught:
+        settings.resolve(ds_config, recipe.load(None, overrides), world, device)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_is_what_its_name_says(path, tmp_path):
+    """Oracle: the file's name, and DeepSpeed's own DeepSpeedConfig."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    given_ = json.loads(path.read_text().replace("/local_nvme", str(tmp_path)))
+    overrides = ["save.format=deepspeed", "ema.decays=[]"] if "nvme" in path.stem else []
+    run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5", *overrides])
+    resolved = settings.resolve(given_, run, 1, "cuda")
+    found = settings.stage(resolved), settings.precision(resolved), settings.offloads_optimizer(resolved)
+    assert found == NAMED[path.stem]
+    assert "auto" not in json.dumps(resolved)
+    parsed = DeepSpeedConfig(dict(resolved))
+    assert (parsed.train_batch_size, parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (48, 48, 1)
+    assert (parsed.gradient_clipping, parsed.zero_optimization_stage) == (0.5, found[0])
+    assert (parsed.bfloat16_config.enabled, parsed.float16_config.enabled) == (found[1] == "bf16", found[1] == "fp16")
+    assert settings.resolve(resolved, run, 1, "cuda") == resolved                      # what is saved reads back
+
+
+def test_files_hold_mechanism_only():
+    """Oracle: invariant 2 of the design: what the recipe owns is "auto", and no file has an optimizer or scheduler."""
+    assert {path.stem for path in FILES} == set(NAMED)
+    for path in FILES:
+        content = json.loads(path.read_text())
+        assert not {"optimizer", "scheduler"} & set(content)
+        owned = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        assert all(content[key] == "auto" for key in owned)
+
+
+@profile(max_examples=60, deadline=None)
+@given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 64))
+def test_batch_arithmetic(total, world, micro):
+    """Oracle: DeepSpeed's identity train = micro * accumulation * world; a refusal names numbers that do work."""
+    if micro and total % micro:
+        return
+    run = Run(batch={"global": total, "micro": micro})
+    try:
+        found, accumulation = settings.micro_and_accumulation(run, world)
+    except ConfigError as error:
+        text = str(error)
+        if total % world:
+            first = text.split("write batch.global=")[1].split(",")[0].split(" or ")
+            assert all(int(number) % world == 0 for number in first) and f"over {world} ranks" in text
+        else:
+            works = [int(word) for word in text.rsplit(" are ", 1)[1].split(", ") if word != "..."]
+            assert works and all(total // world % number == 0 for number in works) and micro not in works
+        return
+    assert found * accumulation * world == total and (micro is None or found == micro)
+
+
+def test_clip_is_always_written():
+    """Oracle: DeepSpeed clips to 1.0 when gradient_clipping is absent (runtime/constants.py)."""
+    assert settings.resolve({}, Run(), 1, "cpu")["gradient_clipping"] == 0.0
+
+
+def test_what_agrees_is_accepted():
+    """Oracle: the recipe's own values, written in both places."""
+    run = recipe.load(None, ["batch.global=12", "batch.micro=2", "optimizer.clip=1", "optimizer.betas=[0.9,0.95]"])
+    both = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
+            "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {
+                "lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}}}
+    resolved = settings.resolve(both, run, 2, "cpu")
+    assert "optimizer" not in resolved and resolved["gradient_accumulation_steps"] == 3
+
+
+@pytest.mark.parametrize("key, value, owner", [
+    ("train_batch_size", 65, "batch.global"), ("train_micro_batch_size_per_gpu", 4, "batch.micro"),
+    ("gradient_accumulation_steps", 2, "batch.global / batch.micro"), ("gradient_clipping", 1.0, "optimizer.clip"),
+])
+def test_what_disagrees_is_named_with_both_places_and_values(tmp_path, key, value, owner):
+    """Oracle: invariant 2 of the design."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({key: value}))
+    text = faults(path)
+    assert str(path) in text and f'"{key}" is {value}' in text and owner in text and '"auto"' in text
+
+
+@pytest.mark.parametrize("name, value", [("lr", 3), ("betas", [0.9, 0.95]), ("eps", 1e-6), ("weight_decay", 0.1)])
+def test_an_optimizer_block_must_agree(name, value):
+    """Oracle: invariant 2 of the design."""
+    text = faults({"optimizer": {"type": "Adam", "params": {name: value}}})
+    assert f"optimizer.params.{name}" in text and f"optimizer.{name} in the recipe" in text
+
+
+def test_auto_is_decided_or_refused():
+    """Oracle: DeepSpeed drops "auto" within a section, so that bf16.enabled "auto" is false."""
+    run = Run()
+    zero = settings.resolve({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
+                                                   "stage3_param_persistence_threshold": "auto"}}, run, 1, "cpu")
+    assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+    assert "write true or false" in faults({"bf16": {"enabled": "auto"}})
+    assert "zero_optimization.offload_optimizer.device" in faults(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}})
+
+
+@pytest.mark.parametrize("content, parts", [
+    ({"zero_optimisation": {"stage": 2}}, ("zero_optimization?",)),
+    ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ("overlap_comm?",)),
+    ({"zero_optimization": {"stage": 7}}, ("zero_optimization.stage", "7")),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, ("offload_optimizer.device", "nvme")),
+    ({"zero_optimization": True}, ("write a section",)),
+    ({"bf16": {"enabled": "perhaps"}}, ("bf16.enabled", "boolean")),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ("keep one",)),
+    ({"fp16": {"enabled": True}}, ("CPU", "zero2_fp32.json")),
+    ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "optimizer.warmup")),
+    ({"amp": {"enabled": True}}, ("does not support", "amp")),
+    ({"pipeline": {}}, ("does not support",)), ({"sparse_gradients": True}, ("does not support",)),
+    ({"curriculum_learning": {}}, ("does not support",)), ({"compression_training": {}}, ("does not support",)),
+    ({"elasticity": {}}, ("any world size",)), ({"compile": {"deepcompile": True}}, ("compile=on",)),
+    ({"wandb": {"enabled": True}}, ("track.wandb",)), ({"torch_autocast": {"enabled": True}}, ("bf16",)),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ("fp32 masters",)),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ("offload_optimizer",)),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, ("stage 1 or above",)),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("stage 3",)),
+    ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, ("stage 3",)),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("needs a GPU",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, ("ratio",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/none/here"}}},
+     ("/none/here", "save.format=deepspeed", "ema.decays=[]")),
+    ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")), ({"optimizer": {"params": {"fused": True}}}, ("no effect",)),
+    ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)), ({"timers": 3}, ("DeepSpeed refuses",)),
+], ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "")
+def test_a_wrong_file_is_refused(content, parts):
+    """Oracle: DeepSpeed's behaviour in shared/deepspeed.md, which accepts, ignores or trips over each of these."""
+    text = faults(content)
+    assert all(part in text for part in parts), text
+
+
+def test_all_faults_of_a_file_are_named_at_once():
+    """Oracle: the list of faults put in."""
+    text = faults({"gradient_clipping": 1.0, "amp": {}, "bf16": {"enabled": "auto"}, "zero_optimisation": {},
+                   "zero_optimization": {"stage": 9}, "optimizer": {"params": {"lr": 1}}})
+    assert len(text.splitlines()) == 6
+
+
+def test_clipping_needs_the_norm():
+    """Oracle: stage_1_and_2.py raises only when the optimizer is built."""
+    zero = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
+    assert "optimizer.clip=0" in faults(zero, "optimizer.clip=1")
+    assert settings.resolve(zero, Run(), 1, "cpu")
+
+
+def test_secondary_partition_divides_the_ranks():
+    """Oracle: deepspeed/utils/groups.py, _ensure_divisibility."""
+    zero = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    assert "1, 2, 3, 6" in faults(zero, "batch.global=60", world=6, device="cuda")
+    assert settings.resolve(zero, Run(), 8, "cuda") and settings.resolve(zero, Run(), 2, "cuda")
+
+
+@pytest.mark.parametrize("text, part", [('{"a": 1,}', ":1:"), ('{"bf16": {}, "bf16": {}}', "twice"), ("[1]", "list"),
+                                        ('{\n\n"a" 1}', ":3:"), ("", ":1:"), (b"\xff\xfe", "text file")])
+def test_a_broken_file_is_named(tmp_path, text, part):
+    """Oracle: the file's name and the line of the fault."""
+    path = tmp_path / "ds.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = faults(path)
+    assert str(path) in found and part in found
+
+
+def test_the_callers_dict_stays():
+    """Oracle: a copy taken before."""
+    content = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
+    before = json.loads(json.dumps(content))
+    settings.resolve(content, Run(), 1, "cpu")
+    assert content == before
+
+
+def test_remarks():
+    """Oracle: the cases of shared/deepspeed.md in which DeepSpeed is slow or applies a NaN."""
+    assert any("NaN" in line for line in settings.remarks({}, "cpu"))
+    assert any("stage 0" in line for line in settings.remarks({"bf16": {"enabled": True}}, "cuda"))
+    guarded = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert settings.remarks(guarded, "cuda") == []
+    guarded["bf16"]["check_grad_overflow"] = False
+    assert any("NaN" in line for line in settings.remarks(guarded, "cuda"))

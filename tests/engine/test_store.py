@@ -1,0 +1,306 @@
+"""Oracle: the bytes that were saved; which checkpoint must survive is counted beside the store."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain.engine.manifest import manifest
+from dstrain.engine.store import Store
+from tests.support import gloo
+
+
+def content(step: int, name: str) -> bytes:
+    return random.Random(f"{step} {name}").randbytes(200 + len(name))
+
+
+NAMES = ("net-00000-of-00001.safetensors", "common.safetensors", "deeper/state.bin")
+
+
+def write(step: int):
+    def into(folder: Path) -> None:
+        for name in NAMES:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content(step, name))
+    return into
+
+
+def whole(store: Store, step: int) -> bool:
+    return all(
+        (store.folder / f"step_{step:08d}" / n).read_bytes() == content(step, n) for n in NAMES)
+
+
+def save(store: Store, *steps: int) -> None:
+    for step in steps:
+        assert store.save(step, write(step), {"loss": step / 7}), store.error
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_newest_is_what_was_saved_last(tmp_path):
+    store = Store(tmp_path / "run" / "checkpoints", keep=2)
+    assert store.newest() is None and store.steps() == []
+    save(store, 5, 10, 15)
+    assert store.newest() == (15, store.folder / "step_00000015")
+    assert whole(store, 15) and whole(store, 10)
+    assert entries(store.folder) == {"step_00000010", "step_00000015", "newest"}
+    assert (store.folder / "newest").read_text() == "step_00000015\n"
+    said = manifest(store.folder / "step_00000015")
+    assert said["step"] == 15 and said["world"] == 1 and said["extra"] == {"loss": 15 / 7}
+    assert said["files"].keys() == set(NAMES)
+    assert json.loads(
+        (store.folder / "step_00000015" / "manifest.json").read_bytes())["body"] == said
+
+
+def test_a_step_that_verifies_is_not_written_again(tmp_path):
+    store = Store(tmp_path)
+    save(store, 5)
+    before = (tmp_path / "step_00000005" / "manifest.json").stat()
+    assert Store(tmp_path).save(5, lambda folder: pytest.fail("written again"))
+    assert Store(tmp_path).begin(5) is None
+    assert (tmp_path / "step_00000005" / "manifest.json").stat() == before
+
+
+def test_a_damaged_step_is_written_anew(tmp_path):
+    store = Store(tmp_path)
+    save(store, 5, 10)
+    (tmp_path / "step_00000010" / NAMES[0]).unlink()
+    again, said = Store(tmp_path), []
+    assert again.newest(said.append)[0] == 5
+    assert NAMES[0] + " is missing" in said[0] and "step_00000010" in said[0]
+    save(again, 10)
+    assert again.newest()[0] == 10 and whole(again, 10)
+    assert entries(tmp_path) == {"step_00000005", "step_00000010", "newest"}
+
+
+def test_failures_leave_nothing_behind(tmp_path):
+    store = Store(tmp_path)
+    save(store, 5)
+    before = entries(tmp_path)
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_bytes(b"1")
+        raise OSError(28, "No space left on device")
+
+    assert not store.save(10, fail)
+    assert store.error == "OSError: [Errno 28] No space left on device"
+    assert entries(tmp_path) == before
+    assert store.begin(10, need_bytes=1 << 60) is None
+    assert "GB free" in store.error and entries(tmp_path) == before
+    assert store.newest()[0] == 5
+    save(store, 10)
+    assert store.error is None
+
+
+def test_leftovers_are_ignored_and_removed(tmp_path):
+    store = Store(tmp_path)
+    save(store, 5)
+    (tmp_path / "step_00000010.tmp").mkdir()
+    (tmp_path / "step_00000010.tmp" / "half").write_bytes(b"1")
+    (tmp_path / "newest").write_text("step_00000010\n")
+    assert store.newest()[0] == 5
+    save(store, 10)
+    assert not (tmp_path / "step_00000010" / "half").exists()
+    shutil.move(tmp_path / "step_00000010", tmp_path / "step_00000012")
+    said = []
+    assert store.newest(said.append)[0] == 5 and "manifest.json is of step 10" in said[0]
+
+
+def test_a_thousand_corruptions_are_found(tmp_path):
+    chance = random.Random(0)
+    store = Store(tmp_path)
+    save(store, 5, 10)
+    newest = tmp_path / "step_00000010"
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    assert len(files) == len(NAMES) + 1
+    for trial in range(1000):
+        path = chance.choice(files)
+        data = path.read_bytes()
+        fault = chance.choice(("truncate", "flip", "delete", "grow"))
+        at = chance.randrange(len(data))
+        if fault == "delete":
+            path.unlink()
+        elif fault == "truncate":
+            path.write_bytes(data[:at])
+        elif fault == "grow":
+            path.write_bytes(data[:at] + chance.randbytes(1) + data[at:])
+        else:
+            path.write_bytes(data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) +
+                             data[at + 1:])
+        said: list[str] = []
+        assert store.newest(said.append) == (5, tmp_path / "step_00000005"), (trial, path, fault,
+                                                                              at)
+        assert len(said) == 1 and path.relative_to(newest).as_posix() in said[0]
+        path.write_bytes(data)
+    assert store.newest()[0] == 10
+
+
+def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
+    import dstrain.engine.manifest as module
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    store = Store(tmp_path)
+    save(store, 5)
+    path = tmp_path / "step_00000005" / NAMES[0]
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+        assert store.newest(lambda text: None) is None
+    path.write_bytes(data[64:128] + data[:64] + data[128:])
+    assert store.newest(lambda text: None) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(gaps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+       keep=st.integers(2, 4),
+       keep_every=st.sampled_from([0, 5, 8]),
+       best=st.integers(0, 11),
+       damage=st.sets(st.integers(0, 11)))
+def test_what_is_kept(gaps, keep, keep_every, best, damage):
+    with TemporaryDirectory() as folder:
+        store, step, saved, broken, protected = Store(folder, keep, keep_every), 0, [], set(), None
+        for i, gap in enumerate(gaps):
+            step += gap
+            save(store, step)
+            saved.append(step)
+            whole_steps = [s for s in saved if s not in broken]
+            expected = {
+                *whole_steps[-keep:],
+                *(s for s in whole_steps if keep_every and s % keep_every == 0)
+            }
+            assert set(store.steps()) == expected | ({protected} & set(saved))
+            if i == best:
+                store.protect(step)
+                protected = step
+            if i in damage and step != protected:
+                (store.folder / f"step_{step:08d}" / NAMES[1]).unlink()
+                broken.add(step)
+                store.newest(lambda text: None)
+        fine = [s for s in saved if s not in broken and s in store.steps()]
+        assert (store.newest(lambda text: None) or [None])[0] == (fine[-1] if fine else None)
+
+
+def in_child(work) -> int:
+    """Runs work() in a forked process, which ends with it: its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
+    chance = random.Random(0)
+    inside = 0
+    for _ in range(30):
+        start = (Store(tmp_path).newest(pytest.fail) or (0, None))[0]
+        reading, writing = os.pipe()
+
+        def save_forever() -> None:
+            store = Store(tmp_path)
+            step = (store.newest() or (0, None))[0]
+            while True:
+                step += 1
+                save(store, step)
+                os.write(writing, step.to_bytes(4, "little"))
+
+        child = in_child(save_forever)
+        os.close(writing)
+        time.sleep(chance.uniform(0.0, 0.08))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with open(reading, "rb") as pipe:
+            data = pipe.read()
+        last = int.from_bytes(data[-4:], "little") if data else start
+        inside += any(name.endswith(".tmp") for name in entries(tmp_path))
+        found = Store(tmp_path).newest(pytest.fail)
+        assert (found[0] if found else 0) in (last, last + 1)
+        assert found is None or whole(Store(tmp_path), found[0])
+    assert inside > 3, "the kills did not meet a save"
+    save(Store(tmp_path), found[0] + 1)
+    assert not [name for name in entries(tmp_path) if name.endswith(".tmp")]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("files, size", [(1, 65536), (60, 100)],
+                         ids=["in a shard", "in the manifest"])
+def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
+    save(Store(tmp_path), 5)
+    before = entries(tmp_path)
+
+    def write_much(folder: Path) -> None:
+        for i in range(files):
+            (folder / f"{i}.bin").write_bytes(bytes(size))
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        store = Store(tmp_path)
+        assert not store.save(10, write_much)
+        assert "File too large" in store.error, store.error
+        assert store.save(15, write(15)), store.error        # training went on, and so does saving
+
+    assert os.waitpid(in_child(fill), 0)[1] == 0
+    assert Store(tmp_path).newest(pytest.fail)[0] == 15 and whole(Store(tmp_path), 5)
+    assert entries(tmp_path) == before | {"step_00000015"}
+
+
+def together(rank: int, folder: str) -> list:
+    """What one of two ranks sees: saves, one that fails on rank 1, the newest after damage."""
+    store, seen = Store(folder), []
+
+    def write_mine(path: Path) -> None:
+        (path / f"net-{rank:05d}-of-00002.safetensors").write_bytes(bytes([rank] * 100))
+        if rank == 0:
+            (path / "common.safetensors").write_bytes(b"common")
+
+    def fail_on_second(path: Path) -> None:
+        write_mine(path)
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    for step in (1, 2, 3):
+        seen.append((store.save(step, write_mine, {"from": rank}), store.error))
+    seen.append((store.save(4, fail_on_second), store.error))
+    seen.append((store.begin(4, need_bytes=1 << 60 if rank else 0), "free" in store.error))
+    seen.append(store.newest())
+    path = Path(folder)
+    for name in ("step_00000003/net-00001-of-00002.safetensors", "step_00000002/manifest.json"):
+        if rank == 0:
+            data = bytearray((path / name).read_bytes())
+            data[50] ^= 4
+            (path / name).write_bytes(bytes(data))
+        said: list[str] = []
+        seen.append(store.newest(said.append))
+        passed_over = 1 if seen[-1] else 2
+        assert len(said) == (0 if rank else passed_over), said
+    return seen
+
+
+def test_two_ranks_agree(tmp_path):
+    folder = tmp_path / "checkpoints"
+    first, second = gloo.run(tmp_path, together, str(folder))
+    assert first == second
+    fine = (True, None)
+    assert first == [
+        fine, fine, fine, (False, "rank 1: OSError: [Errno 28] No space left on device"),
+        (None, True), (3, folder / "step_00000003"), (2, folder / "step_00000002"), None
+    ]
+    assert entries(folder) == {"step_00000002", "step_00000003", "newest"}
+    assert manifest(folder / "step_00000003")["extra"] == {"from": 0}
+    assert len(manifest(folder / "step_00000003")["files"]) == 3
