@@ -1,0 +1,187 @@
+"""What a run says while it trains, written by rank 0 into the run's folder.
+
+    metrics.jsonl      one JSON object a report: step, means, figures; what two runs of the same
+                       steps need not share stands below "timing", so that all else is equal bit
+                       for bit in a resumed and an uninterrupted run, where saves fall on reports
+    log.txt            the lines that were printed
+    samples/           step_00000500.png, grids
+    wandb/             see wandb_sink.py
+    tensorboard/       where run.track.tensorboard asks for it
+"""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dstrain import ranks
+from dstrain.config import Run
+from dstrain.track.meter import Meter
+from dstrain.track.pictures import grid, save_png
+from dstrain.track.wandb_sink import WandbSink
+
+# Figures that two runs of the same steps need not share.
+TIMING = ("samples_per_second", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
+
+
+class Tracker:
+    """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
+
+    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A fault
+    in writing is said once and ends nothing. ValueError: tensorboard is wanted and not installed.
+    """
+
+    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str],
+                 resumed_step: int = 0) -> None:
+        if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("track.tensorboard=true needs the package tensorboard; "
+                             "`pip install tensorboard`, or set track.tensorboard=false")
+        self.folder, self._run = Path(folder), run
+        self._meter = Meter(parts)
+        self._first = ranks.rank() % ranks.world() == 0
+        self._faults: set[str] = set()
+        self._bar = self._wandb = self._board = None
+        if not self._first:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _drop_after(self.folder / "metrics.jsonl", resumed_step)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step",
+                             dynamic_ncols=True)
+        if run.track.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
+        self._wandb = WandbSink(
+            self.folder, run.track.wandb, name=run.name, project=run.track.project,
+            entity=run.track.entity, config=run.model_dump(mode="json", by_alias=True),
+            say=self.note)
+
+    def add(self, part: str, terms: dict[str, Tensor]) -> None:
+        """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
+        self._meter.add(part, terms)
+
+    def report(self, done: int, figures: dict[str, float]) -> None:
+        """One line: means since the last report, and the figures, as of `done` steps."""
+        values = self._meter.means() | figures
+        if not self._first:
+            return
+        timing = {name: value for name, value in values.items()
+                  if name.rpartition("/")[2].startswith(TIMING)}
+        steady = {name: value for name, value in values.items() if name not in timing}
+        self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing}))
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        self.note(self._readable(done, values))
+        self._send({f"train/{name}": value for name, value in steady.items()}
+                   | {f"timing/{name}": value for name, value in timing.items()}, done)
+
+    def scores(self, done: int, scores: dict[str, float]) -> None:
+        """Held-out figures, as of `done` steps."""
+        if self._first:
+            named = {f"held_out/{name}": value for name, value in scores.items()}
+            self._write("metrics.jsonl", _line({"step": done, **named}))
+            self.note(self._readable(done, named))
+            self._send(named, done)
+
+    def samples(self, done: int, images: Tensor, name: str = "samples",
+                columns: int | None = None) -> None:
+        """A grid of uint8 (N, C, H, W): samples/step_N.png, step_N_NAME.png for another name."""
+        if self._first:
+            pixels = grid(images, columns)
+            suffix = "" if name == "samples" else f"_{name}"
+            path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
+            try:
+                save_png(path, pixels)
+            except OSError as error:
+                self._fault(path.parent.name, error)
+                return
+            self._wandb.picture(name, path, done)
+            if self._board is not None:
+                self._board.add_image(name, pixels, done, dataformats="HWC")
+
+    def note(self, text: str) -> None:
+        """Prints a line and writes it to log.txt, on rank 0."""
+        if self._first:
+            self._print(text)
+            self._write("log.txt", text + "\n")
+
+    def close(self) -> None:
+        """Sends what is left, for at most 15 s; may be called again."""
+        if self._wandb is not None:
+            self._wandb.close()
+        if self._board is not None:
+            self._board.close()
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = self._board = None
+
+    def _readable(self, done: int, values: dict[str, float]) -> str:
+        """One line for a person; the quarters of the timesteps are left to the curves."""
+        shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in values.items() if name[-3:-1] != "_q")
+        return f"step {done}/{self._run.steps}  " + "  ".join(shown)
+
+    def _send(self, values: dict[str, float], done: int) -> None:
+        self._wandb.log(values, done)
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, done)
+
+    def _print(self, text: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                print(text, flush=True)
+        except (OSError, ValueError):                # a closed pipe or terminal ends no training
+            pass
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            self._fault(name, error)
+
+    def _fault(self, name: str, error: OSError) -> None:
+        if name not in self._faults:
+            self._faults.add(name)
+            self._print(f"{self.folder / name} can not be written: {error}; training goes on")
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; what kill -9 left half-written is passed over."""
+    entries = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            if isinstance(entry["step"], int):
+                entries.append(entry)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return entries
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrites the file without the lines of later steps, whole or not at all."""
+    if path.is_file():
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
+        tmp = path.with_name(f".{path.name}.tmp")
+        tmp.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(tmp, path)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """One line of strict JSON: what is not finite becomes null."""
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: strict(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict(entry), allow_nan=False) + "\n"

@@ -1,0 +1,187 @@
+"""Oracle: the values that were handed in; an uninterrupted run for a resumed one."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dstrain.config import Run, Track
+from dstrain.track.pictures import grid
+from dstrain.track.tracker import Tracker, read_metrics
+
+RUN = Run(steps=20, track=Track(wandb="disabled"))
+
+
+def tracker(folder, step: int = 0, run: Run = RUN, parts=("denoiser",)) -> Tracker:
+    return Tracker(run, folder, parts=parts, resumed_step=step)
+
+
+def train(folder, first: int, last: int) -> None:
+    """Steps first .. last, a report each second one, and figures that differ from run to run."""
+    track = tracker(folder, first)
+    for done in range(first + 1, last + 1):
+        track.add(
+            "denoiser", {
+                "loss": torch.tensor(done / 3),
+                "mse": torch.arange(2.0),
+                "quartile": torch.tensor([0, 3]),
+                "loss_each": torch.tensor([done / 7, 1.0])
+            })
+        if done % 2 == 0:
+            track.report(done, {
+                "lr": 1e-4,
+                "samples_per_second": float(np.random.default_rng().random())
+            })
+    track.close()
+
+
+def steady(folder) -> list[str]:
+    return [
+        json.dumps({
+            **entry, "timing": sorted(entry["timing"])
+        }) for entry in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_report_is_one_line_everywhere(tmp_path, capsys):
+    track = tracker(tmp_path)
+    track.add("denoiser", {"loss": torch.tensor(0.123456), "loss_each": torch.tensor([0.5, 1.0]),
+                           "quartile": torch.tensor([1, 1])})
+    track.report(
+        10, {
+            "lr": 1e-4,
+            "grad_norm": float("inf"),
+            "skipped": 0,
+            "samples_per_second": 35.125,
+            "data_wait": 0.25,
+            "peak_memory_gb": 1.5
+        })
+    track.close()
+    line = (
+        "step 10/20  loss 0.1235  lr 0.0001  grad_norm inf  skipped 0  samples_per_second 35.12  "
+        "data_wait 0.25  "
+        "peak_memory_gb 1.5\n")
+    assert capsys.readouterr().out == line == (tmp_path / "log.txt").read_text()
+    assert [json.loads(text)
+            for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [{
+                "step":
+                10,
+                "loss":
+                pytest.approx(0.123456),
+                "loss_q1":
+                0.75,
+                "lr":
+                1e-4,
+                "grad_norm":
+                None,
+                "skipped":
+                0,
+                "timing": {
+                    "samples_per_second": 35.125,
+                    "data_wait": 0.25,
+                    "peak_memory_gb": 1.5
+                }
+            }]
+
+
+def test_scores_and_notes(tmp_path, capsys):
+    track = tracker(tmp_path)
+    track.scores(10, {"loss": 0.5, "raw/loss": 0.25})
+    track.note("complete")
+    track.close()
+    track.close()
+    assert capsys.readouterr(
+    ).out == "step 10/20  held_out/loss 0.5  held_out/raw/loss 0.25\ncomplete\n"
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{
+        "step": 10,
+        "held_out/loss": 0.5,
+        "held_out/raw/loss": 0.25
+    }]
+
+
+def test_samples_are_a_grid_in_the_folder(tmp_path):
+    images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    track = tracker(tmp_path)
+    track.samples(500, images)
+    track.samples(500, images, "reconstructions", columns=5)
+    for name, columns in (("step_00000500.png", None), ("step_00000500_reconstructions.png", 5)):
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / name)),
+                              grid(images, columns))
+
+
+@pytest.mark.parametrize("tail",
+                         [b"", b'{"step": 12, "lo', b'{"step": 1', b"\xff\xfe\n\n[]\n3\n{}\n"])
+def test_resumed_metrics_equal_those_of_an_uninterrupted_run(tmp_path, tail):
+    train(tmp_path / "whole", 0, 20)
+    train(tmp_path / "parts", 0, 13)  # killed at 13; the newest checkpoint is of 10
+    with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:
+        file.write(tail)
+    train(tmp_path / "parts", 10, 20)
+    assert steady(tmp_path / "parts") == steady(tmp_path / "whole")
+    assert len(steady(tmp_path / "whole")) == 10
+    train(tmp_path / "parts", 0, 4)                           # from scratch
+    assert steady(tmp_path / "parts") == steady(tmp_path / "whole")[:2]
+
+
+def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    track = tracker(tmp_path, 4)
+    track.report(10, {"lr": 1e-4})
+    track.close()
+    said = capsys.readouterr()
+    assert said.out == "" and "step 10/20  lr 0.0001" in said.err
+    assert re.search(r"50%\|.*10/20", said.err)
+    assert (tmp_path / "log.txt").read_text() == "step 10/20  lr 0.0001\n"
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    from dstrain import ranks
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "total", lambda values: 2 * values)
+    track = tracker(tmp_path / "run")
+    track.add("denoiser", {"loss": torch.tensor(1.0)})
+    track.report(10, {})
+    track.scores(10, {})
+    track.samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    track.note("x")
+    track.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
+    track = tracker(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "samples").write_text("a file")
+    for done in (1, 2):
+        track.report(done, {"lr": 1e-4})
+        track.samples(done, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    track.close()
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl can not be written") == said.count(
+        "samples can not be written") == 1
+    assert "step 2/20" in said
+
+
+def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        tracker(tmp_path,
+                run=RUN.model_copy(update={"track": Track(wandb="disabled", tensorboard=True)}))
+
+
+def test_tensorboard_holds_the_curves(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is optional and not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    track = tracker(tmp_path,
+                    run=RUN.model_copy(update={"track": Track(wandb="disabled", tensorboard=True)}))
+    track.report(10, {"lr": 0.5})
+    track.samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    track.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/lr")] == [(10, 0.5)]
+    assert events.Images("samples")[0].step == 10

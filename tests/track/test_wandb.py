@@ -1,0 +1,287 @@
+"""Oracle: wandb's own record of a run, read back; the clock, for what must not wait."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from dstrain.config import Run, Track
+from dstrain.track import wandb_sink
+from dstrain.track.tracker import Tracker
+from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
+from tests.support.launch import ROOT
+
+KEY = "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE",
+                 "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+class Fake:
+    """wandb's public face, as far as the sink uses it; `calls` is what was called."""
+
+    Settings = Image = staticmethod(lambda *arguments, **named: (arguments, named))
+
+    def __init__(self, init=None, log=None):
+        self.calls: list = []
+        self._init, self._log = init, log
+
+    def init(self, mode, **arguments):
+        self.calls.append(mode)
+        if self._init:
+            self._init(mode)
+        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log,
+                               finish=lambda: self.calls.append("finish"))
+
+    def log(self, values):
+        if self._log:
+            self._log()
+        self.calls.append(values)
+
+    def teardown(self):
+        self.calls.append("teardown")
+
+
+def sink(folder, monkeypatch, fake, wanted="offline") -> tuple[WandbSink, list[str]]:
+    said: list[str] = []
+    monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
+    return WandbSink(folder, wanted, name="a", project="p", entity=None, config={},
+                     say=said.append), said
+
+
+def run_of(tmp_path, wanted: str = "auto") -> Tracker:
+    return Tracker(Run(steps=20, track=Track(wandb=wanted)), tmp_path, parts=("denoiser",))
+
+
+REAL = """
+import signal, sys, torch
+from pathlib import Path
+from dstrain.config import Run, Track
+from dstrain.track.tracker import Tracker
+handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+run = Run(steps=20, track=Track(wandb=sys.argv[2]))
+track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",))
+track.add("denoiser", {"loss": torch.tensor(0.5)})
+track.report(10, {"lr": 0.25})
+track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+track.scores(10, {"loss": 0.125})
+track.close()
+assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+"""
+
+
+def really(folder, wanted="auto", **more) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    env.pop("WANDB_SILENT")
+    return subprocess.run(
+        [sys.executable, "-c", REAL, str(folder), wanted],
+        env=env,
+        cwd=folder.parent,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE)
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Records of a file in LevelDB's log format (blocks of 32 KiB), after a header of 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6]
+        record += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):                                   # whole, or the last of several
+            yield record
+            record = b""
+
+
+def recorded(folder) -> list[dict]:
+    """What wandb's files in the folder hold: name -> value as JSON text, an entry for each log."""
+    from wandb.proto import wandb_internal_pb2
+    entries = []
+    for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                entries.append({"/".join(item.nested_key) or item.key: item.value_json
+                                for item in record.history.item})
+    return entries
+
+
+def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
+    folder = tmp_path / "run"
+    for _ in range(2):
+        done = really(folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "" and "no API key" not in done.stdout     # it was not asked for
+    known = (folder / "wandb_id").read_text().strip()
+    runs = [path.name for path in (folder / "wandb").glob("offline-run-*")]
+    assert runs and all(name.endswith(known) for name in runs)
+    entries = recorded(folder)
+    train = next(entry for entry in entries if "train/loss" in entry)
+    assert (train["train/loss"], train["train/lr"], train["train/step"]) == ("0.5", "0.25", "10")
+    assert any(entry.get("held_out/loss") == "0.125" for entry in entries)
+    assert any("image-file" in str(entry) for entry in entries)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_means_offline(tmp_path):
+    folder = tmp_path / "run"
+    begun = time.monotonic()
+    done = really(folder, WANDB_API_KEY=KEY, WANDB_BASE_URL=f"http://127.0.0.1:{closed_port()}")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begun < 30
+    assert "wandb: offline, since online failed: URLError" in done.stdout
+    assert any("train/loss" in entry for entry in recorded(folder))
+
+
+def test_a_server_that_never_answers_delays_no_step(tmp_path, monkeypatch):
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen()
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{hole.getsockname()[1]}")
+        monkeypatch.setattr(wandb_sink, "_PROBE_SECONDS", 0.3)
+        fake = Fake()
+        begun = time.monotonic()
+        sent, said = sink(tmp_path, monkeypatch, fake, "auto")
+        sent.log({"a": 1.0}, 5)
+        assert time.monotonic() - begun < 0.25
+        sent.close()
+        assert fake.calls == ["teardown", "offline", {"train/step": 5, "a": 1.0}, "finish"]
+        assert "offline, since online failed: TimeoutError" in said[0] or "timed out" in said[0]
+
+
+def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
+    held = threading.Event()
+    monkeypatch.setattr(wandb_sink, "_CAPACITY", 10)
+    sent, said = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
+    begun = time.monotonic()
+    for step in range(500):
+        sent.log({"a": 1.0}, step)
+    assert time.monotonic() - begun < 0.25
+    sent.close(0.3)
+    assert time.monotonic() - begun < 2
+    assert sent.dropped == 490
+    assert "not finished after 0.3 s" in said[0] and "490 entries were not logged" in said[1]
+    held.set()
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_wandb_that_raises_ends_nothing(tmp_path, monkeypatch, kind):
+    def fail(*_):
+        raise kind("broken\nmore")
+
+    sent, said = sink(tmp_path, monkeypatch, Fake(init=fail))
+    sent.log({"a": 1.0}, 1)
+    sent.close()
+    assert said == [f"wandb: could not start: {kind.__name__}: broken",
+                    "wandb: 1 entries were not logged; metrics.jsonl holds all"]
+    sent.log({"a": 1.0}, 2)
+
+    sent, said = sink(tmp_path, monkeypatch, Fake(log=fail))
+    sent.log({"a": 1.0}, 1)
+    sent.picture("samples", tmp_path / "none.png", 1)
+    sent.close()
+    assert sent.dropped == 2
+
+
+def test_online_that_fails_goes_offline_under_the_same_id(tmp_path, monkeypatch):
+    def fail(mode):
+        if mode == "online":
+            raise RuntimeError("401")
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(wandb_sink, "_probe", lambda url: None)
+    fake = Fake(init=fail)
+    sent, said = sink(tmp_path, monkeypatch, fake, "online")
+    sent.close()
+    assert fake.calls == ["online", "teardown", "offline", "finish"]
+    assert said == ["wandb: offline, since online failed: RuntimeError: 401"]
+
+
+def test_online_without_a_key_asks_nothing(tmp_path, monkeypatch):
+    fake = Fake()
+    sent, said = sink(tmp_path, monkeypatch, fake, "online")
+    sent.close()
+    assert fake.calls[0] == "offline" and "no API key was found" in said[0]
+
+
+def test_a_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    track = run_of(tmp_path)
+    track.report(1, {"lr": 1.0})
+    track.close()
+    assert "wandb: not used: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_disabled_leaves_no_trace(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    track = run_of(tmp_path, "disabled")
+    track.report(1, {"lr": 1.0})
+    track.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "log.txt"}
+
+
+@pytest.mark.parametrize("wanted, spoken, key, mode", [("auto", "", False, "offline"),
+                                                       ("auto", "", True, "online"),
+                                                       ("offline", "", True, "offline"),
+                                                       ("auto", "disabled", True, "disabled"),
+                                                       ("offline", "online", True, "offline"),
+                                                       ("online", "offline", True, "offline"),
+                                                       ("disabled", "online", True, "disabled"),
+                                                       ("auto", "dryrun", True, "offline"),
+                                                       ("auto", "nonsense", False, "offline"),
+                                                       ("disabled", "", True, "disabled")])
+def test_which_mode(monkeypatch, wanted, spoken, key, mode):
+    monkeypatch.setenv("WANDB_MODE", spoken)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert resolved_mode(wanted) == mode
+
+
+def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / ".config" / "wandb").mkdir(parents=True)
+    assert not has_key() and base_url() == "https://api.wandb.ai"
+    (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
+    (home / ".netrc").chmod(0o600)
+    assert has_key()
+    (home / ".config" / "wandb" /
+     "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
+    assert base_url() == "https://wandb.example.org" and not has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    assert has_key()
+    (home / ".netrc").write_text("machine\x00 broken {")
+    assert not has_key()
+
+
+def test_handlers_of_signals_are_ours(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    sent, _ = sink(tmp_path, monkeypatch,
+                   Fake(init=lambda mode: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
+    sent.close()
+    assert signal.getsignal(signal.SIGTERM) is before  # Python allows it in the main thread only
