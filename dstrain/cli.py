@@ -1,0 +1,269 @@
+"""The command line that launch scripts share: parsing, every check that needs no DeepSpeed engine, and faults as text.
+
+A script is `options = job_arguments(...)`, `job = prepare(options)` and one verb of dstrain, under `run_main`.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain import ranks, recipe, systems
+from dstrain.config import ConfigError, Run
+from dstrain.engine import settings
+
+_DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
+_DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
+
+_HELP = """\
+{summary}
+
+usage:  [deepspeed [--hostfile FILE]] {script} [options] [key=value ...]
+
+  --recipe FILE        what is learned, and how: YAML ({recipe})
+  --ds_config FILE     how it is sharded: DeepSpeed JSON ({ds_config});
+                       also spelled --deepspeed_config
+  --dry-run            check everything, start nothing
+  --print-config       print the whole recipe and the DeepSpeed settings, start nothing
+  --from-scratch       begin anew; what the folder holds is moved aside, into earlier_N/
+  --allow-change       resume although the recipe changes what the run is
+  --deepspeed, --local_rank N     accepted from launchers
+  -h, --help           this text
+
+overrides, for every recipe:
+  name= folder= steps= seed= init_from= data.path= batch.global= batch.micro= optimizer.lr=
+  every.report= every.sample= every.evaluate= every.save= save.format= samples.num=
+  model.KEY=           any key of the system; --print-config shows all of them
+
+examples:
+  deepspeed {script}
+  deepspeed {script} steps=200 every.sample=50 folder=/tmp/try
+  deepspeed {script} --recipe launch/recipes/dit-b4-imagenet256.yaml \\
+      --ds_config ds_configs/zero3.json data.path=/data/imagenet/train batch.global=256
+  python {script} --print-config model.depth=8            # one process
+
+The same command again goes on where the run stopped.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed."""
+
+    recipe: Path
+    ds_config: Path
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    print_config: bool = False
+    from_scratch: bool = False
+    allow_change: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, checked."""
+
+    run: Run
+    settings: dict[str, Any]                 # for deepspeed.initialize
+    remarks: list[str]                       # worth printing once
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}; --help shows what there is")
+
+
+def train_arguments(root: Path, argv: Sequence[str] | None = None) -> Options:
+    """Options of launch/train.py; `root` is the repository, where default files lie."""
+    return job_arguments("Trains a visual generative model with DeepSpeed.", "launch/train.py", root, argv)
+
+
+def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | None = None) -> Options:
+    """Options of a script that takes a recipe, a DeepSpeed JSON and overrides. --help ends the process."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
+    for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--deepspeed"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--local_rank", "--local-rank", type=int)            # the environment says it, too
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    parsed, unknown = parser.parse_known_intermixed_args(argv)
+    if parsed.help:
+        print(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG),
+              end="")
+        raise SystemExit(0)
+    if unknown:
+        raise ConfigError(*(_unknown_option(option, parser) for option in unknown))
+    for override in parsed.overrides:
+        for ending, option in ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe")):
+            if "=" not in override and override.endswith(ending):
+                raise ConfigError(f"{override} stands alone: write {option} {override}")
+    return Options(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
+                   _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
+                   parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change)
+
+
+def prepare(options: Options, world: int | None = None, device_type: str | None = None) -> Job:
+    """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, before anything is built.
+
+    Raises one ConfigError with every fault that can be seen at this point.
+    """
+    world, device_type = world or ranks.place().world, device_type or ranks.device().type
+    run = recipe.load(options.recipe, options.overrides)
+    problems: list[str] = []
+    resolved: dict[str, Any] = {}
+    try:
+        run = recipe.check(run, systems.config_class(run.system))
+        problems += _conflicts(run)
+    except ConfigError as error:
+        problems += error.problems
+    except ValueError as error:
+        problems.append(str(error))                                          # an unknown system
+    problems += _paths(run)
+    try:
+        resolved = settings.resolve(options.ds_config, run, world, device_type)
+    except ConfigError as error:
+        problems += error.problems
+    if not problems and ranks.place().rank == 0:
+        problems += _data_and_folder(run, options)
+    if problems:
+        raise ConfigError(*problems)
+    return Job(run, resolved, settings.remarks(resolved, device_type))
+
+
+def positive(text: str) -> int:
+    """An argument that counts something: an integer above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An integer from 0 on."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def labels(text: str) -> tuple[int, ...]:
+    """Classes, as 3,5,5."""
+    return tuple(count(word.strip()) for word in text.split(","))
+
+
+def describe(job: Job) -> str:
+    """The whole recipe and the DeepSpeed settings, each in its own language."""
+    return f"# recipe\n{recipe.dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a script's main; a user's fault becomes one message on stderr and exit code 2, without traceback."""
+    try:
+        main()
+    except ValueError as error:
+        if not isinstance(error, ConfigError) and not _ours(error):
+            raise
+        _report(error)
+        raise SystemExit(2) from None
+
+
+def _report(error: ValueError) -> None:
+    place = ranks.place()
+    if place.rank:
+        # Rank 0 says the same in most cases, and its end ends this rank; a fault of this machine alone is told here.
+        time.sleep(3)
+    lines = getattr(error, "problems", [str(error)])
+    where = f" [rank {place.rank}]" if place.rank else ""
+    count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
+    print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
+          flush=True)
+
+
+def _ours(error: ValueError) -> bool:
+    """Whether dstrain itself raised it: a ValueError from a library is a fault to be debugged."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return raised_in.is_relative_to(Path(__file__).parent) and not hasattr(error, "errors")
+
+
+def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
+    name, equals, value = option.lstrip("-").partition("=")
+    if equals and f"--{name}" not in parser._option_string_actions:
+        return f"{option}: overrides are written without dashes: {name}={value}"
+    close = difflib.get_close_matches(option.partition("=")[0], parser._option_string_actions, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return f"{option}: there is no such option{meant}; --help shows what there is"
+
+
+def _find(option: str, given: Path | None, default: Path, root: Path) -> Path:
+    """The file as given, or below the repository where only that exists."""
+    path = given or default
+    for candidate in (path, root / path):
+        if candidate.exists():
+            return candidate
+    # A mistyped name is looked for where the repository keeps such files, unless its own folder has some.
+    beside = path if list(path.parent.glob(f"*{default.suffix}")) else root / default.parent / path.name
+    raise ConfigError(f"{option} {path}: there is no such file{recipe.nearby(beside, f'*{default.suffix}')}")
+
+
+def _conflicts(run: Run) -> list[str]:
+    """What the model section and the others say differently, as far as every system's names tell."""
+    model, problems = run.model, []
+    size, classes = model.get("image_size"), model.get("num_classes")
+    if size is not None and size != run.data.image_size:
+        problems.append(f"data.image_size={run.data.image_size} and model.image_size={size} differ: make both equal")
+    out = [label for label in run.samples.labels or () if classes is not None and label >= classes]
+    if out:
+        problems.append(f"samples.labels={list(run.samples.labels)}: {out} are not below model.num_classes={classes}; "
+                        f"labels are 0 to {classes - 1}")
+    if run.samples.guidance_scale != 1 and model.get("class_dropout_prob") == 0:
+        problems.append(f"samples.guidance_scale={run.samples.guidance_scale} needs a model that was trained without "
+                        "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1")
+    config = systems.config_class(run.system).model_validate(model)
+    return problems + list(getattr(config, "conflicts", lambda _: ())(run))
+
+
+def _data_and_folder(run: Run, options: Options) -> list[str]:
+    """What only shows when the data are listed and the folder's earlier run is read; on rank 0, since it takes time."""
+    from dstrain import folders
+    from dstrain.data.sources import open_sources
+
+    try:
+        source, _ = open_sources(run.data)
+        folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
+    except ConfigError as error:
+        return error.problems
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _paths(run: Run) -> list[str]:
+    problems = []
+    for key, path in (("data.path", run.data.path), ("data.held_out_path", run.data.held_out_path)):
+        if path is None:
+            continue
+        if path.startswith("builtin:"):
+            if path != "builtin:fashion":
+                problems.append(f"{key}={path}: the only built-in data set is builtin:fashion")
+        elif not os.path.exists(path):
+            problems.append(f"{key}={path} does not exist: give a folder of images, or builtin:fashion")
+        elif os.path.isdir(path) and not any(os.scandir(path)):
+            problems.append(f"{key}={path} is an empty folder: give one with images, one subfolder for each class")
+    if run.init_from is not None and not run.init_from.exists():
+        problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
+    folder = run.directory.absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        problems.append(f"folder={run.directory}: {existing} is a file; name another folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problems.append(f"folder={run.directory} cannot be written below {existing}: name a writable folder")
+    return problems

@@ -1,0 +1,87 @@
+"""The folder of a run: what stands where, and whether a command may go on in it.
+
+    run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
+    data.txt           fingerprint of the data               saved            the last step that was saved
+    checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
+    metrics.jsonl      a line a report                       log.txt          what was printed
+    bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
+    earlier_N/         what --from-scratch moved aside       stop             a file that you make to stop the run
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import ConfigError, Run
+from dstrain.recipe import dump, load, refusals, refused
+
+
+def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
+    """Whether this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy."""
+    folder = run.directory
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"folder={folder} is a file; name a folder")
+    if from_scratch or not folder.exists():
+        return
+    if not (folder / "run.yaml").exists():
+        strangers = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
+        if strangers:
+            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(sorted(strangers)[:3])} and no "
+                              "run.yaml; name another folder, or move these aside with --from-scratch")
+        return
+    saved = last_saved(folder)
+    if saved and not any((folder / "checkpoints").glob("step_*")):
+        raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
+                          "begin anew with --from-scratch")
+    if allow_change:
+        return
+    changes = refused(load(folder / "run.yaml"), run)
+    if changes:
+        raise refusals(changes, folder / "run.yaml")
+    known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
+    if known != fingerprint:
+        raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, {known!r} "
+                          "before; put the files back, name another folder=, or accept the change with --allow-change")
+
+
+def prepare(run: Run, settings: dict[str, Any], fingerprint: str, *, from_scratch: bool) -> None:
+    """Makes the folder and writes down the resolved run; on rank 0 only."""
+    folder = run.directory
+    if from_scratch and folder.exists():
+        _set_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
+                       ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
+        _replace(folder / name, text)
+
+
+def last_saved(folder: Path) -> int:
+    """The step that was saved last; 0 when none was."""
+    try:
+        return int((folder / "saved").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def note_saved(folder: Path, step: int) -> None:
+    _replace(folder / "saved", f"{step}\n")
+
+
+def _set_aside(folder: Path) -> None:
+    """Moves what an earlier run left into earlier_N, so that beginning anew loses nothing."""
+    old = [path for path in folder.iterdir() if not path.name.startswith("earlier_")]
+    if old:
+        number = 1 + sum(1 for _ in folder.glob("earlier_*"))
+        while (folder / f"earlier_{number}").exists():
+            number += 1
+        (folder / f"earlier_{number}").mkdir()
+        for path in old:
+            path.rename(folder / f"earlier_{number}" / path.name)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

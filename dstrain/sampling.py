@@ -1,0 +1,56 @@
+"""Drawing and scoring by all ranks together.
+
+Samples are drawn in chunks of a fixed size, dealt to the ranks in turn. So every rank calls the networks equally often,
+which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from dstrain import ranks
+from dstrain.systems.base import Batch, Nets, Request, System
+
+
+@torch.no_grad()
+def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), uint8 (n, C, H, W) on the CPU.
+
+    All ranks receive all images. `chunk` is the number of samples in one call of the networks.
+    """
+    total, world = len(request.seeds), ranks.world()
+    for begin in range(0, total, chunk * world):
+        mine = begin + ranks.rank() * chunk + torch.arange(chunk)
+        index = mine % total                                              # the last chunks are filled up, then dropped
+        part = Request(request.seeds[index].to(ranks.device()),
+                       {name: value[index].to(ranks.device()) for name, value in request.conditions.items()},
+                       request.num_steps, request.sampler, request.guidance_scale)
+        images = ranks.gather(system.sample(nets, part)).cpu()
+        numbers = begin + torch.arange(chunk * world)
+        yield numbers[numbers < total], images[numbers < total]
+
+
+def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor:
+    """All samples of a request at once: uint8 (N, C, H, W) on the CPU."""
+    return torch.cat([images for _, images in draw(system, nets, request, chunk)])
+
+
+@torch.no_grad()
+def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, float]:
+    """Means over held-out samples of the system's evaluation terms, the same for any world size.
+
+    A batch's `valid` bool (B,) marks what is data and what only fills up a rank's last batch.
+    """
+    sums: dict[str, Tensor] = {}
+    count = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        valid = batch.pop("valid")
+        terms = system.evaluate(nets, system.encode(batch))
+        count += valid.sum().cpu()
+        for name, values in terms.items():
+            if values.shape == valid.shape and name != "quartile":
+                sums[name] = sums.get(name, 0) + torch.where(valid, values.double(), 0.0).sum().cpu()
+    names = sorted(sums)
+    totals = ranks.total(torch.stack([sums[name] for name in names] + [count]).to(ranks.device())).cpu()
+    return {name: (total / totals[-1]).item() for name, total in zip(names, totals)}

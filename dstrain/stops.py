@@ -1,0 +1,80 @@
+"""When to stop early: SIGTERM, SIGINT or SIGUSR1 to any rank, a file named `stop`, a launcher that has gone.
+
+A handler only sets a flag; the loop agrees on it once a step, so that all ranks save the same step and end together.
+DeepSpeed's launcher leaves its ranks behind when it is killed: a rank that was started by one looks, each step, whether
+its launchers are still there. A second Ctrl-C ends at once, without saving.
+"""
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
+
+
+class Stops:
+    """The reasons to stop that this rank has seen; installs its handlers when made, in the main thread."""
+
+    def __init__(self, folder: Path, watch_launcher: bool = True):
+        self.reason: str | None = None
+        self._file = folder / "stop"
+        self._launchers = _launchers() if watch_launcher else []
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def requested(self) -> bool:
+        """Whether this rank has a reason to stop; cheap enough for every step."""
+        if self.reason is None and self._file.exists():
+            self.reason = f"the file {self._file}"
+        if self.reason is None and any(_identity(pid) != born for pid, born in self._launchers):
+            self.reason = "the launcher has gone"
+        return self.reason is not None
+
+    def restore(self) -> None:
+        """Puts the earlier handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and self.reason == name:
+            raise KeyboardInterrupt
+        self.reason = self.reason or name
+
+
+def _launchers() -> list[tuple[int, str]]:
+    """The unbroken line of launcher processes above this one, as (pid, start time)."""
+    found, pid = [], os.getppid()
+    while pid > 1 and any(word in _command(pid) for word in _LAUNCHERS):
+        found.append((pid, _identity(pid)))
+        pid = _parent(pid)
+    return found
+
+
+def _command(pid: int) -> str:
+    """The program and script of a process, without the arguments that follow them; "" where /proc is not there."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return " ".join(words[:4])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _identity(pid: int) -> str:
+    """The start time of a process, which tells it from a later one of the same pid; "" when it is gone or a zombie."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if len(fields) > 1 else 0

@@ -1,0 +1,151 @@
+"""The loop: the only place that holds both what is learned and how it is sharded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dstrain import folders, ranks, systems
+from dstrain.config import Run
+from dstrain.clock import Clock
+from dstrain.data.batches import Batches, held_out
+from dstrain.data.sources import open_sources
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines, start
+from dstrain.sampling import draw_all, score
+from dstrain.stops import Stops
+from dstrain.systems.base import Request, System
+from dstrain.track.tracker import Tracker
+from dstrain.weights import fitted
+
+DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a command says beside the run itself."""
+
+    from_scratch: bool = False       # moves an earlier run in the folder aside
+    allow_change: bool = False       # accepts a recipe that changes the run in the folder
+
+
+def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> int:
+    """Trains to run.steps from wherever the folder's newest whole checkpoint stands; an exit code, DONE or STOPPED."""
+    start()
+    source, unseen = open_sources(run.data)
+    folder = run.directory
+    if ranks.rank() == 0:
+        folders.prepare(run, settings, source.fingerprint(), from_scratch=options.from_scratch)
+    ranks.barrier()
+    stops = Stops(folder, run.faults.orphan_check)
+
+    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
+    for network in system.frozen():
+        network.to(ranks.device())
+    engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+    ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
+    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save)
+    first = begin(run, engines, ema, saves, system)
+    micro = settings["train_micro_batch_size_per_gpu"]
+    batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=ranks.rank(),
+                      world=ranks.world(), num_workers=run.data.workers, device=ranks.device(), folder=folder,
+                      max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps)
+    tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
+    clock = Clock(run, first, lambda: batches.wait_seconds)
+    done = saved = first
+    try:
+        for step in range(first, run.steps):
+            take_step(step, run, system, engines, batches, tracker)
+            ema.update(step, engines.applied())
+            clock.step(all(engines.applied().values()))
+            done = step + 1
+            stop = ranks.agree(stops.requested())                 # a signal anywhere stops everyone together
+            last = stop or done == run.steps
+            if due(run.every.report, done) or last:
+                tracker.report(done, clock.figures(done) | engines.gradient_norms())
+            if due(run.every.sample, done) and not stop:
+                with clock.paused():
+                    tracker.samples(done, grid_samples(run, system, engines, ema, micro))
+            if unseen and due(run.every.evaluate, done) and not stop:
+                with clock.paused():
+                    tracker.scores(done, held_out_scores(run, system, engines, ema, unseen, micro))
+            if due(run.every.save, done) or last:
+                with clock.paused():
+                    if saves.save(done):
+                        saved = done
+                        if ranks.rank() == 0:
+                            folders.note_saved(folder, done)
+            if stop:
+                break
+        tracker.note(farewell(run, folder, first, done, saved, stops))
+    finally:
+        batches.close()
+        tracker.close()
+        stops.restore()
+    return DONE if done == run.steps else STOPPED
+
+
+def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:
+    """One optimizer step: every micro-batch, every network whose turn it is."""
+    engines.set_lr(run.optimizer.lr_at(step, run.steps))
+    for batch in batches.at(step):                                # batch["key"]: randomness belongs to a sample
+        with torch.no_grad():
+            example = system.encode(batch)                        # frozen encoders
+        for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
+            with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
+                terms = system.loss(part, nets, example)
+                engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
+            tracker.add(part, {name: term.detach() for name, term in terms.items()})
+
+
+def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System) -> int:
+    """Weights from the newest checkpoint, else from `init_from`, else as initialized; the step to go on from."""
+    step = saves.resume()
+    if step > run.steps:
+        raise ValueError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or begin "
+                         "anew with --from-scratch")
+    if step == 0:
+        if run.init_from is not None:
+            for part, (values, notes) in fitted(run.init_from, system).items():
+                engines.set_weights(part, list(values.items()))
+                for note in notes if ranks.rank() == 0 else ():
+                    print(note, flush=True)
+        ema.reset()
+    return step
+
+
+def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chunk: int) -> Tensor:
+    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W)."""
+    wanted = run.samples
+    seeds = wanted.seed + torch.arange(wanted.num)
+    request = Request(seeds, system.conditions(wanted.num, wanted.labels), wanted.num_steps, wanted.sampler,
+                      wanted.guidance_scale)
+    with ema.swapped(wanted.ema):
+        return draw_all(system, engines.modules, request, min(chunk, wanted.num))
+
+
+def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
+                    batch: int) -> dict[str, float]:
+    """Held-out means from the EMA and, as raw/..., from the training weights."""
+    def means() -> dict[str, float]:
+        return score(system, engines.modules, held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(),
+                                                       run.seed))
+    raw = {f"raw/{name}": value for name, value in means().items()}
+    with ema.swapped():
+        return means() | raw
+
+
+def due(interval: int, done: int) -> bool:
+    return interval > 0 and done % interval == 0
+
+
+def farewell(run: Run, folder: Path, first: int, done: int, saved: int, stops: Stops) -> str:
+    if first == run.steps:
+        return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
+    if done == run.steps:
+        return f"complete: {done} steps, saved in {folder / 'checkpoints'}, samples in {folder / 'samples'}"
+    reason = stops.reason or "another rank was stopped"
+    return f"stopped at step {done} ({reason}), step {saved} is saved; the same command goes on"

@@ -1,0 +1,73 @@
+"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num N] [--labels 1,2] [--guidance-scale S]"""
+
+import argparse
+from pathlib import Path
+
+from dstrain import cli
+
+_HELP = """\
+Draws pictures from a trained run: PNGs, a grid, and an ADM-style .npz.
+
+usage:  [deepspeed] launch/generate.py RUN [options]
+
+  RUN                   a run's folder, for example runs/dit-small
+  --num N               pictures (16)
+  --labels 3,5,5        classes, repeated to N (every class in turn)
+  --seed S              picture i is a function of S + i, on any number of ranks (0)
+  --steps N             network evaluations for each picture (the run's samples.num_steps)
+  --sampler NAME        ddpm or ddim; euler or heun for flow matching (the run's)
+  --guidance-scale S    classifier-free guidance, 1 is none (the run's)
+  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --checkpoint STEP     the step to load (the newest whole one)
+  --batch N             pictures of one rank at a time (16)
+  --out DIR             where to write (RUN/generated)
+  --no-pngs             only the grid and the .npz
+
+examples:
+  python launch/generate.py runs/dit-small --num 40 --guidance-scale 4
+  deepspeed launch/generate.py runs/dit-small --num 50000 --labels 7 --no-pngs --batch 64
+"""
+
+
+def _order(argv: list[str] | None = None):
+    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--num", type=cli.positive, default=16)
+    parser.add_argument("--labels", type=cli.labels)
+    parser.add_argument("--seed", type=cli.count, default=0)
+    parser.add_argument("--steps", type=cli.positive, dest="num_steps")
+    parser.add_argument("--sampler")
+    parser.add_argument("--guidance-scale", "--guidance_scale", type=float)
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--ema", type=float)
+    weights.add_argument("--raw", action="store_true")
+    parser.add_argument("--checkpoint", type=cli.count, dest="step")
+    parser.add_argument("--batch", type=cli.positive, default=16)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--no-pngs", action="store_false", dest="pngs")
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    words = vars(parser.parse_args(argv))
+    if words.pop("help"):
+        print(_HELP, end="")
+        raise SystemExit(0)
+    del words["local_rank"]
+    if words["folder"] is None:
+        raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
+    from dstrain.generate import Order
+    return Order(**words)
+
+
+def main() -> None:
+    order = _order()
+    from dstrain import generate, ranks
+    from dstrain.engine.engines import start
+    if ranks.place().world > 1:
+        start()
+    out = generate.generate(order)
+    if ranks.rank() == 0:
+        print(f"{order.num} pictures in {out}")
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
