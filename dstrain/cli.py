@@ -238,6 +238,10 @@ def _data_and_folder(run: Run, options: Options) -> list[str]:
 
     try:
         source, _ = open_sources(run.data)
+        there, known = len(source.classes), run.model.get("num_classes")
+        if known is not None and there > known:
+            return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "
+                    f"range; write model.num_classes={there}"]
         folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems

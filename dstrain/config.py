@@ -224,8 +224,6 @@ class Run(Section):
     def _agree(self) -> "Run":
         ema, decays = self.samples.ema, list(self.ema.decays)
         _refuse(
-            (self.optimizer.warmup >= self.steps, f"optimizer.warmup={self.optimizer.warmup} is not below steps="
-             f"{self.steps}: the peak learning rate would never be reached; lower optimizer.warmup or raise steps"),
             (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
              "them, or add it to ema.decays"),
         )

@@ -29,7 +29,7 @@ def keys(seed: int, step: int, positions: Tensor) -> Tensor:
 
 def keys_of_seeds(seeds: Tensor) -> Tensor:
     """Keys of generated samples, one for each seed: int64 (B,) -> int64 (B,)."""
-    return _mix(_mix(seeds) + _GOLDEN)
+    return _mix(_mix(seeds) ^ _SECOND)                                    # no key of `keys`, at any step
 
 
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:

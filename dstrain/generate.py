@@ -14,7 +14,7 @@ from dstrain.config import ConfigError, Run
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.store import Store
 from dstrain.recipe import load
-from dstrain.sampling import draw
+from dstrain.sampling import class_columns, draw
 from dstrain.systems.base import Request, System
 from dstrain.track.pictures import grid, save_png
 from dstrain.weights import checkpoint_kind
@@ -59,7 +59,7 @@ def generate(order: Order) -> Path:
             bar.update(len(numbers))
     if ranks.rank() == 0:
         pictures = torch.cat(kept)
-        save_png(out / "grid.png", grid(pictures[:256]))
+        save_png(out / "grid.png", grid(pictures[:256], class_columns(request)))
         _save_npz(out, pictures)
     ranks.barrier()
     return out

@@ -65,9 +65,13 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
 
 
 def check(run: Run, config_class: type[BaseModel]) -> Run:
-    """The Run with its model section checked and completed by the system's class: every default written out."""
+    """The Run with its model section checked and completed by the system's class: every default written out.
+
+    A class may have `completed(model, run)`, which fills in what the other sections say already.
+    """
     try:
-        model = config_class.model_validate(run.model)
+        completed = getattr(config_class, "completed", lambda model, run: model)
+        model = config_class.model_validate(completed(run.model, run))
     except ValidationError as error:
         raise ConfigError(*_problems(error, config_class, prefix="model")) from None
     return run.model_copy(update={"model": _plain(model)})

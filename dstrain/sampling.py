@@ -36,6 +36,13 @@ def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor
     return torch.cat([images for _, images in draw(system, nets, request, chunk)])
 
 
+def class_columns(request: Request, most: int = 20) -> int | None:
+    """Columns that put each class into one of its own, where labels go in turn; None where that makes no grid."""
+    labels = request.conditions.get("label")
+    count = 0 if labels is None else len(labels.unique())
+    return count if 1 < count <= most and count < len(request.seeds) else None
+
+
 @torch.no_grad()
 def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, float]:
     """Means over held-out samples of the system's evaluation terms, the same for any world size.

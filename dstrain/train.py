@@ -15,7 +15,8 @@ from dstrain.data.sources import open_sources
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
-from dstrain.sampling import draw_all, score
+from dstrain.engine.settings import remarks
+from dstrain.sampling import class_columns, draw_all, score
 from dstrain.stops import Stops
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
@@ -54,6 +55,8 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
                       world=ranks.world(), num_workers=run.data.workers, device=ranks.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
+    for remark in remarks(settings, ranks.device().type):
+        tracker.note(f"note: {remark}")
     clock = Clock(run, first, lambda: batches.wait_seconds)
     done = saved = first
     try:
@@ -68,7 +71,8 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
                 tracker.report(done, clock.figures(done) | engines.gradient_norms())
             if due(run.every.sample, done) and not stop:
                 with clock.paused():
-                    tracker.samples(done, grid_samples(run, system, engines, ema, micro))
+                    images, columns = grid_samples(run, system, engines, ema, micro)
+                    tracker.samples(done, images, columns=columns)
             if unseen and due(run.every.evaluate, done) and not stop:
                 with clock.paused():
                     tracker.scores(done, held_out_scores(run, system, engines, ema, unseen, micro))
@@ -117,14 +121,15 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     return step
 
 
-def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chunk: int) -> Tensor:
-    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W)."""
+def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chunk: int) -> tuple[Tensor, int | None]:
+    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W); its columns."""
     wanted = run.samples
     seeds = wanted.seed + torch.arange(wanted.num)
     request = Request(seeds, system.conditions(wanted.num, wanted.labels), wanted.num_steps, wanted.sampler,
                       wanted.guidance_scale)
     with ema.swapped(wanted.ema):
-        return draw_all(system, engines.modules, request, min(chunk, wanted.num))
+        images = draw_all(system, engines.modules, request, min(chunk, wanted.num))
+    return images, class_columns(request)
 
 
 def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,

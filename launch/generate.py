@@ -1,4 +1,4 @@
-"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num N] [--labels 1,2] [--guidance-scale S]"""
+"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num-samples N] [--labels 1,2] [--guidance-scale S]"""
 
 import argparse
 from pathlib import Path
@@ -11,8 +11,8 @@ Draws pictures from a trained run: PNGs, a grid, and an ADM-style .npz.
 usage:  [deepspeed] launch/generate.py RUN [options]
 
   RUN                   a run's folder, for example runs/dit-small
-  --num N               pictures (16)
-  --labels 3,5,5        classes, repeated to N (every class in turn)
+  --num-samples N       pictures (16)
+  --labels 3,5,5        classes, repeated to as many (every class in turn)
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
   --sampler NAME        ddpm or ddim; euler or heun for flow matching (the run's)
@@ -24,8 +24,8 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --no-pngs             only the grid and the .npz
 
 examples:
-  python launch/generate.py runs/dit-small --num 40 --guidance-scale 4
-  deepspeed launch/generate.py runs/dit-small --num 50000 --labels 7 --no-pngs --batch 64
+  python launch/generate.py runs/dit-small --num-samples 40 --guidance-scale 4
+  deepspeed launch/generate.py runs/dit-small --num-samples 50000 --labels 7 --no-pngs --batch 64
 """
 
 
@@ -33,7 +33,8 @@ def _order(argv: list[str] | None = None):
     parser = cli.Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--num", type=cli.positive, default=16)
+    # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
+    parser.add_argument("--num-samples", "--num_samples", "--num", type=cli.positive, default=16, dest="num")
     parser.add_argument("--labels", type=cli.labels)
     parser.add_argument("--seed", type=cli.count, default=0)
     parser.add_argument("--steps", type=cli.positive, dest="num_steps")

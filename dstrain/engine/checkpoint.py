@@ -70,6 +70,9 @@ class Checkpoints:
 
         OSError after three failures in a row: a run that can not save is a run that will be lost.
         """
+        if not self._finite():
+            raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; {self.store.folder} "
+                                     "holds earlier ones that are. Lower optimizer.lr or set optimizer.clip")
         if self.store.save(step, self._write, extra={"step": step}, need_bytes=self._bytes()):
             self._failures = 0
             return True
@@ -80,6 +83,12 @@ class Checkpoints:
         return False
 
     # ------------------------------------------------------------------------------------------------------- writing
+
+    def _finite(self) -> bool:
+        """Whether every master on every rank is finite: a checkpoint of NaN would push out the good ones."""
+        sums = [flat.detach().sum(dtype=torch.float64) for masters in self._engines.masters.values()
+                for flat in masters.flats]
+        return not ranks.agree(not all(torch.isfinite(value) for value in sums))
 
     def _kinds(self, part: str) -> Iterator[tuple[str, list[Tensor]]]:
         """Every kind of fp32 value of a part, in the masters' layout."""

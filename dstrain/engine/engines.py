@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import ranks
 from dstrain.config import Run
+from dstrain.engine import prepare_environment
 from dstrain.engine.initial import constructed_weights, full_shape, initial_weights, resets
 from dstrain.engine.masters import Masters
 from dstrain.engine.settings import offloads_optimizer, stage
@@ -25,6 +27,7 @@ Decays = Callable[[str, Tensor], bool]
 
 def start() -> None:
     """Joins the process group, told by whichever launcher started this process, or alone."""
+    prepare_environment()
     place = ranks.place()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
     os.environ.setdefault("MASTER_ADDR", _first_host())
@@ -36,6 +39,16 @@ def start() -> None:
         torch.cuda.set_device(ranks.device())
     if not ranks.started():
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        ranks.barrier()
+        _unlink_buffers()
+
+
+def _unlink_buffers() -> None:
+    """On CPU DeepSpeed maps 69 MB of shared memory a rank, and would leave them behind: once mapped, no name is needed."""
+    if ranks.device().type == "cpu":
+        name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
+        for path in Path("/dev/shm").glob(name):
+            path.unlink(missing_ok=True)
 
 
 def _first_host() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-import deepspeed  # noqa: F401  imported once, for all the forks
+from deepspeed.accelerator import get_accelerator
 from dstrain import ranks
 from dstrain.engine.engines import start
 from tests.engine.check_elastic import Trial
@@ -56,6 +56,7 @@ def number(path: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
+    get_accelerator().create_op_builder("ShareMemCommBuilder").load()     # once, for all the forks
     chance = random.Random(seed)
     for _ in range(kills):
         before = number(folder / "saved")

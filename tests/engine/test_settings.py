@@ -1,6 +1,7 @@
 """The merge of ds_configs/*.json with a recipe."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,11 @@ def test_auto_is_decided_or_refused():
     zero = settings.resolve({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
                                                    "stage3_param_persistence_threshold": "auto"}}, run, 1, "cpu")
     assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
-    assert "write true or false" in faults({"bf16": {"enabled": "auto"}})
+    assert "write true or false" in faults({"fp16": {"enabled": "auto"}})
+    assert settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
+    here = settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cpu")["bf16"]["enabled"]
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    assert here == ("avx512_bf16" in flags or "amx_tile" in flags or os.uname().machine in ("aarch64", "arm64"))
     assert "zero_optimization.offload_optimizer.device" in faults(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}})
 
@@ -195,7 +200,7 @@ def test_the_callers_dict_stays():
 
 def test_remarks():
     """Oracle: the cases of shared/deepspeed.md in which DeepSpeed is slow or applies a NaN."""
-    assert any("NaN" in line for line in settings.remarks({}, "cpu"))
+    assert settings.remarks({}, "cpu") == []                              # stage 0: dstrain looks itself
     assert any("stage 0" in line for line in settings.remarks({"bf16": {"enabled": True}}, "cuda"))
     guarded = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     assert settings.remarks(guarded, "cuda") == []

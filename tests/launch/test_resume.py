@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -95,18 +96,24 @@ def assert_equal_runs(a: Path, b: Path, step: int = STEPS) -> None:
         assert picture.read_bytes() == (b / "samples" / picture.name).read_bytes()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids="zero{}".format)
-def whole(request, tmp_path_factory):
-    """A run that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp(f"zero{request.param}") / "whole"
-    said = finish(train(folder, request.param))
-    assert "complete: 60 steps" in said
-    return request.param, folder
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """stage -> the folder of a run on 2 ranks that nothing has disturbed; made once."""
+    made = {}
+
+    def of(stage: int) -> Path:
+        if stage not in made:
+            made[stage] = tmp_path_factory.mktemp(f"zero{stage}") / "whole"
+            assert "complete: 60 steps" in finish(train(made[stage], stage))
+        return made[stage]
+
+    return of
 
 
-def test_kill_minus_nine(whole):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run: after kill -9 the same command ends with the same bits of everything."""
-    stage, folder = whole
+    folder = undisturbed(stage)
     killed = folder.parent / "killed"
     process = begin(train(killed, stage), folder.parent / "killed.log")
     wait_for(killed / "checkpoints" / "step_00000020", process)
@@ -118,9 +125,10 @@ def test_kill_minus_nine(whole):
     assert_equal_runs(folder, killed)
 
 
-def test_sigterm_to_the_launcher(whole):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sigterm_to_the_launcher(undisturbed, stage):
     """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command goes on to equal bits."""
-    stage, folder = whole
+    folder = undisturbed(stage)
     stopped = folder.parent / "stopped"
     process = begin(train(stopped, stage), folder.parent / "stopped.log")
     wait_for(stopped / "checkpoints" / "step_00000020", process)
@@ -135,60 +143,50 @@ def test_sigterm_to_the_launcher(whole):
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 
-def test_complete_run_and_more_steps(whole):
-    """Oracle: the run's own files: a complete run is left as it is; with more steps it goes on from where it stood."""
-    stage, folder = whole
-    before = files(folder, STEPS)
-    assert "is complete" in finish(train(folder, stage))
-    assert files(folder, STEPS) == before and len(metrics(folder)) == STEPS // 5
-    if stage == 2:
-        said = finish(train(folder, stage, "steps=65"))
-        assert "complete: 65 steps" in said and [line["step"] for line in metrics(folder)][-2:] == [60, 65]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks") / "two"
-    finish(train(folder, 2, "steps=40", num=2))
-    return folder
-
-
-def test_one_rank_trains_the_same_curve(two_ranks):
-    """Oracle: the same run on 2 ranks: loss, gradient norm and samples agree to fp32 rounding."""
-    one = two_ranks.parent / "one"
-    finish(train(one, 2, "steps=40", num=1))
-    assert len(metrics(one)) == 8
-    for a, b in zip(metrics(one), metrics(two_ranks)):
+def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
+    """Oracle: the same run on 2 ranks: loss, gradient norm and weights agree to fp32 rounding."""
+    one, two = tmp_path / "one", undisturbed(2)
+    finish(train(one, 2, num=1))
+    assert len(metrics(one)) == STEPS // 5
+    for a, b in zip(metrics(one), metrics(two)):
         assert a == pytest.approx(b, rel=1e-5)
     for kind in ("master", "ema.0.9", "ema.0.99"):
-        a, b = (read_weights(of / "checkpoints" / "step_00000040", "denoiser", kind) for of in (one, two_ranks))
+        a, b = (read_weights(of / "checkpoints" / f"step_{STEPS:08d}", "denoiser", kind) for of in (one, two))
         assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
 
 
-def test_pictures_belong_to_their_seeds(two_ranks, tmp_path):
+def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     """Oracle: one process: 2 ranks, other orders and other numbers draw the same picture for the same seed."""
     def pictures(out: Path, *words: str, num: int) -> dict[str, bytes]:
-        finish(command("launch/generate.py", two_ranks, "--out", out, "--steps", "4", "--batch", "2", *words, num=num))
+        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words, num=num))
         return {path.name: path.read_bytes() for path in out.glob("0*.png")}
 
-    one = pictures(tmp_path / "one", "--num", "6", "--labels", "3", num=1)
-    two = pictures(tmp_path / "two", "--num", "6", "--labels", "3", num=2)
+    one = pictures(tmp_path / "one", "--num-samples", "6", "--labels", "3", num=1)
+    two = pictures(tmp_path / "two", "--num-samples", "6", "--labels", "3", num=2)
     assert len(one) == 6 and one == two
-    assert pictures(tmp_path / "later", "--num", "3", "--labels", "3", "--seed", "2", num=1).items() <= one.items()
-    import numpy as np
+    assert pictures(tmp_path / "later", "--num-samples", "3", "--labels", "3", "--seed", "2", num=1).items() <= one.items()
     array = np.load(tmp_path / "two" / "samples_6x32x32x3.npz")["arr_0"]
     assert array.dtype == np.uint8 and array.shape == (6, 32, 32, 3)
     assert (array[5, :, :, 0] == np.asarray(Image.open(tmp_path / "two" / "000005.png").convert("L"))).all()
     assert Image.open(tmp_path / "two" / "grid.png").size[0] > 32
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signal_to_a_rank(tmp_path, number):
+def test_complete_run_and_more_steps(undisturbed):
+    """Oracle: the run's own files: a complete run is left as it is; with more steps it goes on from where it stood."""
+    folder = undisturbed(2)
+    before = files(folder, STEPS)
+    assert "is complete" in finish(train(folder, 2))
+    assert files(folder, STEPS) == before and len(metrics(folder)) == STEPS // 5
+    said = finish(train(folder, 2, "steps=65"))
+    assert "complete: 65 steps" in said and [line["step"] for line in metrics(folder)][-2:] == [60, 65]
+
+
+def test_signal_to_a_rank(tmp_path):
     """Oracle: the documented exit code 75 and a checkpoint of the step that the log names."""
     folder = tmp_path / "run"
     process = begin(train(folder, 2, "steps=100000", "every.save=50"), tmp_path / "log")
     wait_for(folder / "checkpoints" / "step_00000050", process)
-    os.kill(ranks_of(process.pid)[-1], number)
+    os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
     assert process.wait(60) == 75
     wait_for_end(process.pid)
     at = int((folder / "saved").read_text())

@@ -8,6 +8,8 @@ from dstrain import config
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.systems.dit.network import SIZES
 
+SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
+
 
 class Section(config.Section):
     """A part of a recipe, in which a field's description is the line below it."""
@@ -106,6 +108,30 @@ class Config(Section):
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ValueError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
+
+    @classmethod
+    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+        """The section with what the data say where it is silent: size, and channels where pixels are modelled."""
+        said = {"image_size": run.data.image_size}
+        if not model.get("first_stage"):
+            said["in_channels"] = run.data.channels
+        return {**said, **model}
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model."""
+        problems, known = [], SAMPLERS[self.objective]
+        if run.samples.sampler not in known:
+            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(known)}, which model.objective="
+                            f"{self.objective} has")
+        if self.objective == "diffusion" and run.samples.num_steps > self.diffusion.num_steps:
+            problems.append(f"samples.num_steps={run.samples.num_steps} is above model.diffusion.num_steps="
+                            f"{self.diffusion.num_steps}: take fewer")
+        if self.first_stage is None and run.data.channels != self.in_channels:
+            problems.append(f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
+                            "there is no model.first_stage between them: make both equal")
+        if self.first_stage is not None and run.data.channels != 3:
+            problems.append(f"data.channels={run.data.channels}: a first stage takes 3")
+        return problems
 
     def network_shape(self) -> dict[str, int]:
         if self.size is not None:

@@ -15,10 +15,8 @@ from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.dit import weights
-from dstrain.systems.dit.config import Config
+from dstrain.systems.dit.config import SAMPLERS, Config
 from dstrain.systems.dit.network import DiT, DiTBlock
-
-SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}
 
 
 class DiTSystem(System):
