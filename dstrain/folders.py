@@ -5,7 +5,7 @@
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
     metrics.jsonl      a line a report                       log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
-    earlier_N/         what --from-scratch moved aside       stop             a file that you make to stop the run
+    earlier_N/         what --from-scratch moved aside       stop             make this file to stop the run
 """
 
 import json
@@ -31,7 +31,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                               "run.yaml; name another folder, or move these aside with --from-scratch")
         return
     saved = last_saved(folder)
-    if saved and not any((folder / "checkpoints").glob("step_*")):
+    if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
         raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
                           "begin anew with --from-scratch")
     if allow_change:
@@ -41,8 +41,9 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
         raise refusals(changes, folder / "run.yaml")
     known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
     if known != fingerprint:
-        raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, {known!r} "
-                          "before; put the files back, name another folder=, or accept the change with --allow-change")
+        raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
+                          f"{known!r} before; put the files back, name another folder=, or accept the change with "
+                          "--allow-change")
 
 
 def prepare(run: Run, settings: dict[str, Any], fingerprint: str, *, from_scratch: bool) -> None:
@@ -51,6 +52,7 @@ def prepare(run: Run, settings: dict[str, Any], fingerprint: str, *, from_scratc
     if from_scratch and folder.exists():
         _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stop").unlink(missing_ok=True)                  # it was for the command before this one
     for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
                        ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
         _replace(folder / name, text)

@@ -77,7 +77,8 @@ def _checkpoint(order: Order) -> Path:
     if order.step is not None:
         if order.step not in store.steps():
             there = ", ".join(map(str, store.steps())) or "none"
-            raise ConfigError(f"--step {order.step}: {order.folder} holds no checkpoint of that step; it holds {there}")
+            raise ConfigError(f"--checkpoint {order.step}: {order.folder} holds no checkpoint of that step; it holds "
+                              f"{there}")
         return store.folder / f"step_{order.step:08d}"
     newest = store.newest()
     if newest is None:
@@ -108,9 +109,9 @@ def _request(order: Order, run: Run, system: System) -> Request:
     def choice(given: Any, own: Any) -> Any:
         return own if given is None else given
 
-    return Request(order.seed + torch.arange(order.num), system.conditions(order.num, choice(order.labels, wanted.labels)),
-                   choice(order.num_steps, wanted.num_steps), choice(order.sampler, wanted.sampler),
-                   choice(order.guidance_scale, wanted.guidance_scale))
+    conditions = system.conditions(order.num, choice(order.labels, wanted.labels))
+    return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
+                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale))
 
 
 def _save_npz(out: Path, pictures: Tensor) -> None:

@@ -15,9 +15,9 @@ from dstrain.systems.base import Batch, Nets, Request, System
 
 @torch.no_grad()
 def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), uint8 (n, C, H, W) on the CPU.
+    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and uint8 (n, C, H, W).
 
-    All ranks receive all images. `chunk` is the number of samples in one call of the networks.
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
     """
     total, world = len(request.seeds), ranks.world()
     for begin in range(0, total, chunk * world):
@@ -40,7 +40,9 @@ def class_columns(request: Request, most: int = 20) -> int | None:
     """Columns that put each class into one of its own, where labels go in turn; None where that makes no grid."""
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
-    return count if 1 < count <= most and count < len(request.seeds) else None
+    if not 1 < count <= most or count >= len(request.seeds):
+        return None
+    return count if torch.equal(labels[count:], labels[:-count]) else None        # in turn: they repeat after `count`
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
+_SHELLS = ("sh", "bash", "dash", "zsh")
 
 
 class Stops:
@@ -19,6 +20,7 @@ class Stops:
 
     def __init__(self, folder: Path, watch_launcher: bool = True):
         self.reason: str | None = None
+        self._interrupted = False
         self._file = folder / "stop"
         self._launchers = _launchers() if watch_launcher else []
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -38,8 +40,9 @@ class Stops:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and self.reason == name:
+        if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
         self.reason = self.reason or name
 
 
@@ -53,12 +56,15 @@ def _launchers() -> list[tuple[int, str]]:
 
 
 def _command(pid: int) -> str:
-    """The program and script of a process, without the arguments that follow them; "" where /proc is not there."""
+    """The program and script of a process, without the arguments that follow them.
+
+    "" where /proc is not there, and for a shell: its script may be called deepspeed.sh, yet it launches no ranks.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return " ".join(words[:4])
+    return "" if Path(words[0].removeprefix("-")).name in _SHELLS else " ".join(words[:4])
 
 
 def _stat(pid: int) -> list[str]:

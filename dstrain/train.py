@@ -109,8 +109,8 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     """Weights from the newest checkpoint, else from `init_from`, else as initialized; the step to go on from."""
     step = saves.resume()
     if step > run.steps:
-        raise ValueError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or begin "
-                         "anew with --from-scratch")
+        raise ValueError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or "
+                         "begin anew with --from-scratch")
     if step == 0:
         if run.init_from is not None:
             for part, (values, notes) in fitted(run.init_from, system).items():
@@ -122,7 +122,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
 
 
 def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chunk: int) -> tuple[Tensor, int | None]:
-    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W); its columns."""
+    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W); columns."""
     wanted = run.samples
     seeds = wanted.seed + torch.arange(wanted.num)
     request = Request(seeds, system.conditions(wanted.num, wanted.labels), wanted.num_steps, wanted.sampler,

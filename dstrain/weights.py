@@ -26,7 +26,7 @@ def fitted(path: Path, system: System) -> Adapted:
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
         if newest is None:
-            raise ValueError(f"init_from={path}: the run has no whole checkpoint")
+            raise ValueError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
         path = newest[1]
     if not list(path.glob("*-of-*.safetensors")) or not (path / "manifest.json").exists():
         part = next(iter(system.parts))
@@ -60,7 +60,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
             try:
                 state |= load_file(file)
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"weights: {file} is not a readable safetensors file ({error}); fetch it again") from error
+                raise ValueError(f"weights: {file} is not a readable safetensors file ({error}); fetch it "
+                                 "again") from error
         return _named(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
@@ -77,5 +78,6 @@ def read(path: str | Path) -> dict[str, Tensor]:
 def _named(state: object, path: Path) -> dict[str, Tensor]:
     """Weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema' or 'model'")
+        raise ValueError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema' or 'model'; "
+                         "save the network's state_dict() there")
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}

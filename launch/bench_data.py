@@ -12,7 +12,6 @@ Timed in turn, A B C A B C, on one core; given are the fastest and the median of
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dstrain.data.pixels import read_image
 

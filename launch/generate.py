@@ -1,4 +1,4 @@
-"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num-samples N] [--labels 1,2] [--guidance-scale S]"""
+"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num-samples N] [--labels 1,2] [...]"""
 
 import argparse
 from pathlib import Path

@@ -2,6 +2,8 @@
 
     PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, exp_avg, exp_avg_sq, ema.DECAY
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
+    deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
+                                       for its tools; they resume at the same stage and number of ranks only
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
 number of ranks is the ordinary case. Nothing is pickled. The one clock makes random states needless (dstrain/draws.py).
@@ -22,6 +24,7 @@ from dstrain.config import Save
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.store import Store
 
@@ -47,6 +50,7 @@ class Checkpoints:
         self._ema = ema
         self._system = system
         self._report = report
+        self._native = save.format == "deepspeed"
         self._failures = 0
 
     def resume(self) -> int:
@@ -71,8 +75,9 @@ class Checkpoints:
         OSError after three failures in a row: a run that can not save is a run that will be lost.
         """
         if not self._finite():
-            raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; {self.store.folder} "
-                                     "holds earlier ones that are. Lower optimizer.lr or set optimizer.clip")
+            raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
+                                     f"{self.store.folder} holds earlier ones that are. Lower optimizer.lr or set "
+                                     "optimizer.clip")
         if self.store.save(step, self._write, extra={"step": step}, need_bytes=self._bytes()):
             self._failures = 0
             return True
@@ -91,11 +96,12 @@ class Checkpoints:
         return not ranks.agree(not all(torch.isfinite(value) for value in sums))
 
     def _kinds(self, part: str) -> Iterator[tuple[str, list[Tensor]]]:
-        """Every kind of fp32 value of a part, in the masters' layout."""
+        """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout."""
         masters = self._engines.masters[part]
-        yield "master", masters.flats
-        for moment in MOMENTS:
-            yield moment, masters.moments(moment)
+        if not self._native:
+            yield "master", masters.flats
+            for moment in MOMENTS:
+                yield moment, masters.moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield _ema_kind(decay), flats
 
@@ -104,14 +110,17 @@ class Checkpoints:
             entries = ((kind, fragment, view) for kind, flats in self._kinds(part)
                        for fragment, view in masters.own_views(flats))
             write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), entries, {"part": part})
+            if self._native:
+                self._engines[part].save_checkpoint(str(folder / "deepspeed"), tag=part, save_latest=False)
         if ranks.rank() == 0:
             tensors, counters = self._common()
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
-        return sum(view.numel() * 4 for part, masters in self._engines.masters.items()
-                   for _, flats in self._kinds(part) for _, view in masters.own_views(flats)) + (1 << 20)
+        kept = {part: len(list(self._kinds(part))) + 4 * self._native for part in self._engines}
+        return (1 << 20) + sum(4 * kept[part] * view.numel() for part, masters in self._engines.masters.items()
+                               for _, view in masters.own_views(masters.flats))
 
     def _common(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
@@ -121,6 +130,7 @@ class Checkpoints:
             scaler = getattr(engine.optimizer, "loss_scaler", None)
             counters[part] = {
                 "updates": self._engines.masters[part].updates, "skipped": engine.skipped_steps,
+                "stage": engine.zero_optimization_stage(),
                 "scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
@@ -142,13 +152,20 @@ class Checkpoints:
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
         with Shards(path, part) as shards:
-            saved = {name: shards.shape(name) for name in shards.names("master")}
-            _same_names(path, part, saved, {name: tuple(weight) for name, weight in self._engines.shapes(part).items()})
+            if (path / "deepspeed").is_dir():
+                self._load_native(part, path, counters["stage"])
+            else:
+                saved = {name: shards.shape(name) for name in shards.names("master")}
+                wanted = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
+                _same_names(path, part, saved, wanted)
             for kind, flats in self._kinds(part):
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
-                for fragment, view in masters.views(flats):
-                    view.copy_(_read(shards, source, fragment))
+                if source in shards.kinds():
+                    for fragment, view in masters.views(flats):
+                        view.copy_(_read(shards, source, fragment))
+                elif kind.startswith("ema."):
+                    torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
         buffers = _within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:
@@ -162,12 +179,28 @@ class Checkpoints:
         masters.publish()
 
 
+    def _load_native(self, part: str, path: Path, stage: int) -> None:
+        """Reads DeepSpeed's own files; their bytes have been verified against our manifest before they are unpickled."""
+        engine, world = self._engines[part], manifest(path)["world"]
+        here = engine.zero_optimization_stage()
+        if (stage, world) != (here, ranks.world()):
+            raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and such a "
+                             f"checkpoint resumes only there; here are stage {here} and {ranks.world()} ranks. "
+                             "save.format=fragments knows no such limit")
+        loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
+        if loaded is None:
+            raise ValueError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
+
+
 def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tensor]:
     """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
 
     `kind` is master or ema.DECAY. ValueError: no such part or kind.
     """
     with Shards(path, part) as shards:
+        if kind == "master" and (path / "deepspeed").is_dir():
+            raise ValueError(f"{path} holds the weights in DeepSpeed's own files; DeepSpeed's zero_to_fp32.py reads "
+                             f"{path / 'deepspeed'}, or take an EMA")
         if kind not in shards.kinds():
             raise ValueError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}

@@ -15,7 +15,7 @@ from dstrain.engine.masters import Masters
 
 
 class EmaShadow:
-    """Averages of the masters of every averaged part, one for each decay: `flats[part][decay]` in the masters' layout."""
+    """Averages of the masters of every averaged part, one a decay: `flats[part][decay]` in the masters' layout."""
 
     def __init__(self, masters: Mapping[str, Masters], ema: Ema, averaged: tuple[str, ...]):
         self._masters = masters

@@ -44,7 +44,7 @@ def start() -> None:
 
 
 def _unlink_buffers() -> None:
-    """On CPU DeepSpeed maps 69 MB of shared memory a rank, and would leave them behind: once mapped, no name is needed."""
+    """On CPU DeepSpeed maps 69 MB of shared memory a rank and leaves them behind: once mapped, no name is needed."""
     if ranks.device().type == "cpu":
         name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
         for path in Path("/dev/shm").glob(name):
@@ -117,7 +117,8 @@ class Engines(Mapping[str, Any]):
                   {"params": without, "weight_decay": 0.0}]
         wanted = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
         if offloads_optimizer(self.settings):
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([g for g in groups if g["params"]], adamw_mode=True, **wanted)
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([g for g in groups if g["params"]], adamw_mode=True,
+                                                            **wanted)
         else:
             optimizer = torch.optim.AdamW([g for g in groups if g["params"]], fused=torch.cuda.is_available() or None,
                                           **wanted)

@@ -3,7 +3,8 @@
 Every module that owns weights sets them in `reset_parameters`. We call that once for each module, on fresh float32
 tensors on the CPU and under a seed of its own, and hand out the values by name. So the weights do not depend on the
 order of construction, the stage, the precision or the number of ranks, and the fp32 masters start from the full float32
-values even where the network itself was built in bf16 or in pieces (DeepSpeed's masters would start from the rounded ones).
+values even where the network itself was built in bf16 or in pieces (DeepSpeed's masters would start from the rounded
+ones).
 """
 
 import zlib

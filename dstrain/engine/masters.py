@@ -1,7 +1,8 @@
 """The fp32 weights that this rank owns, as named fragments. All DeepSpeed internals are named here and nowhere else.
 
-A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole parameter
-at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is padding.
+A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
+parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is
+padding.
 
     stage 3           fp32_partitioned_groups_flat, one flat for each sub-group
     stage 1, 2        single_partition_of_fp32_groups, one flat for each parameter group
@@ -47,11 +48,13 @@ class Masters:
         if groups is None:
             pairs = [(p, p.data) for group in self._zero.param_groups for p in group["params"]]
         else:
-            pairs = [(p, master) for ps, masters in zip(self._zero.fp16_groups, groups) for p, master in zip(ps, masters)]
+            pairs = [(p, master) for ps, masters in zip(self._zero.fp16_groups, groups)
+                     for p, master in zip(ps, masters)]
         self._weights = [weight for weight, _ in pairs]
         for number, (weight, master) in enumerate(pairs):
             self.flats.append(master)
-            self.fragments.append((Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel()), number, 0))
+            whole = Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel())
+            self.fragments.append((whole, number, 0))
 
     def _find_stage12(self) -> None:
         if not hasattr(self._zero, "single_partition_of_fp32_groups"):
@@ -117,7 +120,7 @@ class Masters:
 
     @contextmanager
     def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """The network computes with `flats` inside, and with the masters, bit for bit, afterwards; all ranks together."""
+        """The network computes with `flats` inside, with the masters, bit for bit, afterwards; all ranks together."""
         kept = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._show(flats)
         try:

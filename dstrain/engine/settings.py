@@ -95,8 +95,8 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
     if precision(settings) != "fp16" and not checked and stage(settings) > 0:
         found.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
     if bf16 and device_type == "cpu" and not _multiplies_bf16():
-        # Measured on a small DiT against fp32: 1.9 times as fast with AVX512_BF16, 1.3 times as slow with plain AVX-512,
-        # 10 times as slow with AVX2.
+        # Measured on a small DiT against fp32: 1.9 times as fast with AVX512_BF16, 1.3 times as slow with plain
+        # AVX-512, 10 times as slow with AVX2.
         found.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return found
 
@@ -187,7 +187,8 @@ def _automatic(settings: Settings, device_type: str) -> Iterator[str]:
             yield f'"{key}" is "auto", which DeepSpeed reads as false: write true or false'
         else:
             within = f" within {section}" if section else ""
-            yield f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for DeepSpeed\'s default'
+            yield (f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for '
+                   "DeepSpeed's default")
 
 
 def _autos(value: Any, key: str) -> Iterator[str]:
@@ -215,10 +216,12 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
         yield '"zero_optimization.compute_grad_norm" is false: DeepSpeed needs it true with offload_optimizer'
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = offload(settings, what)
+        if device == "nvme":
+            yield (f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, of '
+                   'initialization and of checkpoints: write "cpu"')
         if device != "none" and stage(settings) < least:
             yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                    f"{stage(settings)}: remove it or raise the stage")
-    yield from _nvme(zero, run)
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
@@ -231,17 +234,3 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
                 yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {stage(settings)}: remove it'
             elif device_type == "cpu" and "quantized" in key:
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
-
-
-def _nvme(zero: dict[str, Any], run: Run) -> Iterator[str]:
-    keys = [what for what in ("offload_optimizer", "offload_param") if (zero.get(what) or {}).get("device") == "nvme"]
-    for what in keys:
-        path = zero[what].get("nvme_path")
-        if not path or not os.path.isdir(path):
-            yield (f'"zero_optimization.{what}.nvme_path" is {json.dumps(path)}, which is no folder here: '
-                   "name one on a local NVMe disk")
-    beyond = f'"zero_optimization.{" and ".join(keys)}" on nvme leaves weights out of reach of'
-    if keys and run.save.format != "deepspeed":
-        yield f'{beyond} save.format={run.save.format}: write save.format=deepspeed, or "cpu" in the JSON'
-    if keys and run.ema.decays:
-        yield f'{beyond} the EMA (ema.decays={list(run.ema.decays)}): write ema.decays=[], or "cpu" in the JSON'

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label int64 (B,), key int64 (B,), ...
+Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label and key int64 (B,), ...
 Example = dict[str, Tensor]   # what a loss reads: x_start float32 (B, C, ...), conditions, key int64 (B,)
-Terms = dict[str, Tensor]     # "loss", the scalar to descend; every other entry detached, a scalar or one value a sample (B,):
-                              # loss_each, the loss by sample; quartile, int64 0..3, by which values a sample are split, too
+Terms = dict[str, Tensor]     # "loss", the scalar to descend; all others detached, a scalar or one value a sample (B,):
+                              # loss_each, the loss by sample; quartile, int64 0..3, by which these are split, too
 Nets = Mapping[str, Callable[..., Tensor]]
 Loss = Callable[[Nets, Example], Terms]
 
@@ -37,8 +37,8 @@ class Request:
 class System(ABC):
     """One generative model: networks, losses, sampler. Plain torch: no rank, no engine, no file."""
 
-    parts: dict[str, Loss]                                            # trained networks and their losses, in update order
-    averaged: tuple[str, ...]                                         # parts that have an EMA
+    parts: dict[str, Loss]                        # trained networks and their losses, in update order
+    averaged: tuple[str, ...]                     # parts that have an EMA
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:

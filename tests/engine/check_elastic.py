@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dstrain import ranks
+from dstrain.config import Save
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
@@ -46,6 +47,8 @@ class Trial:
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.history = History()
         self.saves = Checkpoints(folder, self.engines, self.ema, self.history)
+        self.native = Checkpoints(folder.with_name(f"native{stage}"), self.engines, self.ema, self.history,
+                                  Save(format="deepspeed"))
 
     def steps(self, first: int, last: int) -> list[float]:
         losses = []
@@ -75,25 +78,39 @@ def save(folder: Path) -> None:
         trial = Trial(stage, folder / f"stage{stage}")
         trial.steps(0, BEFORE)
         assert trial.saves.save(BEFORE), trial.saves.store.error
+        assert trial.native.save(BEFORE), trial.native.store.error
         truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
     if ranks.rank() == 0:
         torch.save(truth, folder / "truth.pt")
+
+
+def compare(trial: Trial, truth: dict) -> dict:
+    """Loads the trial's checkpoint over other weights; what differs from the truth, then and after 10 steps."""
+    trial.steps(50, 51)
+    trial.engines.modules["tiny"].scale.table.zero_()
+    step = trial.saves.resume()
+    state, wanted = trial.state(), truth["state"]
+    losses = trial.steps(BEFORE, BEFORE + AFTER)
+    return {"step": step, "differ": [name for name in wanted if not torch.equal(state[name], wanted[name])],
+            "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth["losses"])),
+            "trivial": losses[0] == losses[-1]}
 
 
 def load(folder: Path, out: Path) -> None:
     truth = torch.load(folder / "truth.pt")
     figures = {}
     for saved, loaded in PAIRS:
-        trial = Trial(loaded, folder / f"stage{saved}")
-        trial.steps(50, 51)                                               # whatever was there before must go
-        trial.engines.modules["tiny"].scale.table.zero_()
-        step = trial.saves.resume()
-        state, wanted = trial.state(), truth[saved]["state"]
-        losses = trial.steps(BEFORE, BEFORE + AFTER)
-        figures[f"{saved}->{loaded}"] = {
-            "step": step, "differ": [name for name in wanted if not torch.equal(state[name], wanted[name])],
-            "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth[saved]["losses"])),
-            "trivial": losses[0] == losses[-1]}
+        figures[f"{saved}->{loaded}"] = compare(Trial(loaded, folder / f"stage{saved}"), truth[saved])
+    for stage in (1, 2, 3):
+        trial = Trial(stage, folder / f"stage{stage}")
+        if ranks.world() == 2:
+            trial.saves = trial.native
+            figures[f"native {stage}"] = compare(trial, truth[stage])
+        else:
+            try:
+                trial.native.resume()
+            except ValueError as error:
+                figures[f"refused {stage}"] = str(error)
     if ranks.rank() == 0:
         out.write_text(json.dumps(figures))
 

@@ -18,7 +18,7 @@ FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 # stage, precision, offload of each file, by its name
 NAMED = {"zero1": (1, "bf16", False), "zero2": (2, "bf16", False), "zero3": (3, "bf16", False),
          "zero2_fp32": (2, "fp32", False), "zero2_fp16": (2, "fp16", False), "zero2_offload": (2, "bf16", True),
-         "zero3_offload": (3, "bf16", True), "zero3_nvme": (3, "bf16", True), "zeropp": (3, "bf16", False)}
+         "zero3_offload": (3, "bf16", True), "zeropp": (3, "bf16", False)}
 
 
 def faults(ds_config, *overrides, world=1, device="cpu"):
@@ -28,13 +28,12 @@ def faults(ds_config, *overrides, world=1, device="cpu"):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_shipped_file_is_what_its_name_says(path, tmp_path):
+def test_a_shipped_file_is_what_its_name_says(path):
     """Oracle: the file's name, and DeepSpeed's own DeepSpeedConfig."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    given_ = json.loads(path.read_text().replace("/local_nvme", str(tmp_path)))
-    overrides = ["save.format=deepspeed", "ema.decays=[]"] if "nvme" in path.stem else []
-    run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5", *overrides])
+    given_ = json.loads(path.read_text())
+    run = recipe.load(None, ["batch.global=48", "optimizer.clip=0.5"])
     resolved = settings.resolve(given_, run, 1, "cuda")
     found = settings.stage(resolved), settings.precision(resolved), settings.offloads_optimizer(resolved)
     assert found == NAMED[path.stem]
@@ -149,7 +148,7 @@ def test_auto_is_decided_or_refused():
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("needs a GPU",)),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, ("ratio",)),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/none/here"}}},
-     ("/none/here", "save.format=deepspeed", "ema.decays=[]")),
+     ("out of reach", 'write "cpu"')),
     ({"optimizer": {"type": "Lamb"}}, ("Lamb", "adamw")), ({"optimizer": {"params": {"fused": True}}}, ("no effect",)),
     ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)), ({"timers": 3}, ("DeepSpeed refuses",)),
 ], ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "")
@@ -161,7 +160,7 @@ def test_a_wrong_file_is_refused(content, parts):
 
 def test_all_faults_of_a_file_are_named_at_once():
     """Oracle: the list of faults put in."""
-    text = faults({"gradient_clipping": 1.0, "amp": {}, "bf16": {"enabled": "auto"}, "zero_optimisation": {},
+    text = faults({"gradient_clipping": 1.0, "amp": {}, "fp16": {"enabled": "auto"}, "zero_optimisation": {},
                    "zero_optimization": {"stage": 9}, "optimizer": {"params": {"lr": 1}}})
     assert len(text.splitlines()) == 6
 

@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
         "twice.yaml": "steps: 3\nsteps: 4\n", "tab.yaml": "steps: 3\n\tseed: 1\n", "open.yaml": "model: [1\n",
         "list.yaml": "- steps\n", "typo.yaml": "name: x\noptimiser:\n  lr: 1\n", "latin.yaml": b"name: \xe9\n",
         "number.yaml": "1: 2\n", "good.yaml": "steps: 3\n", "bad.json": '{"bf16": {"enabled": true},}',
-        "twice.json": '{"bf16": {}, "bf16": {}}', "list.json": "[]", "auto.json": '{"bf16": {"enabled": "auto"}}',
+        "twice.json": '{"bf16": {}, "bf16": {}}', "list.json": "[]", "auto.json": '{"fp16": {"enabled": "auto"}}',
         "clip.json": '{"gradient_clipping": 1.0}', "batch.json": '{"train_batch_size": 63}',
         "lr.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}', "sched.json": '{"scheduler": {"type": "WarmupLR"}}',
         "fp16.json": '{"fp16": {"enabled": true}}', "both.json": '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
@@ -103,7 +103,7 @@ WRONG = {
     "typo in the model": (["model.dpeth=3"], "did you mean model.depth?"),
     "heads and width": (["model.hidden_size=190"], "num_heads"),
     "patches and image": (["model.patch_size=5"], "multiple of 5 (patch_size"),
-    "image sizes differ": (["data.image_size=64"], "make both equal"),
+    "image sizes differ": (["data.image_size=64", "model.image_size=32"], "make both equal"),
     "label out of range": (["samples.labels=[3,10]"], "labels are 0 to 9"),
     "guidance untrained": (["model.class_dropout_prob=0"], "samples.guidance_scale=1"),
     "unknown sampler": (["samples.sampler=dpm"], "samples.sampler=dpm is none of"),
@@ -147,7 +147,7 @@ WRONG = {
     "stage 4": (["--ds_config", "stage.json"], "zero_optimization.stage"),
     "amp": (["--ds_config", "amp.json"], "does not support"),
     "elasticity": (["--ds_config", "elastic.json"], "does not support"),
-    "NVMe": (["--ds_config", "nvme.json"], "save.format=deepspeed"),
+    "NVMe": (["--ds_config", "nvme.json"], 'write "cpu"'),
 }
 
 

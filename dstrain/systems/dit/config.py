@@ -121,8 +121,8 @@ class Config(Section):
         """What the recipe's other sections say that does not fit this model."""
         problems, known = [], SAMPLERS[self.objective]
         if run.samples.sampler not in known:
-            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(known)}, which model.objective="
-                            f"{self.objective} has")
+            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(known)}, which "
+                            f"model.objective={self.objective} has")
         if self.objective == "diffusion" and run.samples.num_steps > self.diffusion.num_steps:
             problems.append(f"samples.num_steps={run.samples.num_steps} is above model.diffusion.num_steps="
                             f"{self.diffusion.num_steps}: take fewer")
