@@ -166,9 +166,15 @@ def describe(job: Job) -> str:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a script's main; a user's fault becomes one message on stderr and exit code 2, without traceback."""
+    """Runs a script's main; a fault that a user can mend becomes one message on stderr, without traceback.
+
+    Exit code 2 for wrong input, 3 for training that has diverged.
+    """
     try:
         main()
+    except FloatingPointError as error:
+        _report(error)
+        raise SystemExit(3) from None
     except ValueError as error:
         if not isinstance(error, ConfigError) and not _ours(error):
             raise
@@ -176,7 +182,7 @@ def run_main(main: Callable[[], None]) -> None:
         raise SystemExit(2) from None
 
 
-def _report(error: ValueError) -> None:
+def _report(error: Exception) -> None:
     place = ranks.place()
     if place.rank:
         # Rank 0 says the same in most cases, and its end ends this rank; a fault of this machine alone is told here.

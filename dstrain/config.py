@@ -68,7 +68,7 @@ class Data(Section):
     held_out_path: str | None = None         # a folder for evaluation instead of a share
     draft: bool = False                      # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
-    workers: Count = 2                       # loader processes for each rank; 0 loads in the training process
+    workers: Count | None = None             # loader processes a rank; 0 reads in the training process, None chooses
 
     @field_validator("path", "held_out_path")
     @classmethod

@@ -8,10 +8,12 @@
     earlier_N/         what --from-scratch moved aside       stop             make this file to stop the run
 """
 
+import fcntl
 import json
 import os
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dstrain.config import ConfigError, Run
 from dstrain.recipe import dump, load, refusals, refused
@@ -46,13 +48,33 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                           "--allow-change")
 
 
+def claim(folder: Path, patience: float = 60.0) -> IO[str]:
+    """Holds the folder against a second run for as long as the file that comes back is open; on rank 0 only.
+
+    Ranks of an earlier command may still be saving: they are waited for, `patience` seconds. Raises ConfigError then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a", encoding="utf-8")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigError(f"folder={folder}: another process trains in it; name another folder=, or stop that "
+                                  f"one first (touch {folder / 'stop'})") from None
+            time.sleep(0.5)
+        except OSError:                              # a file system without locks
+            return file
+
+
 def prepare(run: Run, settings: dict[str, Any], fingerprint: str, *, from_scratch: bool) -> None:
     """Makes the folder and writes down the resolved run; on rank 0 only."""
     folder = run.directory
     if from_scratch and folder.exists():
         _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stop").unlink(missing_ok=True)                  # it was for the command before this one
     for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
                        ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
         _replace(folder / name, text)
@@ -72,7 +94,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 def _set_aside(folder: Path) -> None:
     """Moves what an earlier run left into earlier_N, so that beginning anew loses nothing."""
-    old = [path for path in folder.iterdir() if not path.name.startswith("earlier_")]
+    old = [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]
     if old:
         number = 1 + sum(1 for _ in folder.glob("earlier_*"))
         while (folder / f"earlier_{number}").exists():

@@ -47,7 +47,10 @@ def generate(order: Order) -> Path:
     networks = _networks(system, checkpoint, order, run)
     request = _request(order, run, system)
     out = order.out or order.folder / "generated"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
     kept: list[Tensor] = []
     with tqdm(total=order.num, unit="picture", disable=ranks.rank() != 0) as bar:
         for numbers, images in draw(system, networks, request, min(order.batch, order.num)):

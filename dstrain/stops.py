@@ -33,6 +33,10 @@ class Stops:
             self.reason = "the launcher has gone"
         return self.reason is not None
 
+    def settle(self) -> None:
+        """Takes the stop file away once it has been obeyed, so that the same command goes on."""
+        self._file.unlink(missing_ok=True)
+
     def restore(self) -> None:
         """Puts the earlier handlers back."""
         for number, handler in self._before.items():
@@ -56,7 +60,7 @@ def _launchers() -> list[tuple[int, str]]:
 
 
 def _command(pid: int) -> str:
-    """The program and script of a process, without the arguments that follow them.
+    """The names of a process's program and script, without their folders and the arguments that follow them.
 
     "" where /proc is not there, and for a shell: its script may be called deepspeed.sh, yet it launches no ranks.
     """
@@ -64,7 +68,8 @@ def _command(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return "" if Path(words[0].removeprefix("-")).name in _SHELLS else " ".join(words[:4])
+    names = [Path(word).name for word in words[:4]]           # an environment, too, may be called deepspeed
+    return "" if names[0].removeprefix("-") in _SHELLS else " ".join(names)
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,5 +1,6 @@
 """The loop: the only place that holds both what is learned and how it is sharded."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,15 @@ class Options:
 
 def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> int:
     """Trains to run.steps from wherever the folder's newest whole checkpoint stands; an exit code, DONE or STOPPED."""
+    folder = run.directory
+    lock = folders.claim(folder) if ranks.place().rank == 0 else nullcontext()     # one run in a folder
+    with lock:
+        return _train(run, settings, options, folder)
+
+
+def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -> int:
     start()
     source, unseen = open_sources(run.data)
-    folder = run.directory
     if ranks.rank() == 0:
         folders.prepare(run, settings, source.fingerprint(), from_scratch=options.from_scratch)
     ranks.barrier()
@@ -83,6 +90,7 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
                         if ranks.rank() == 0:
                             folders.note_saved(folder, done)
             if stop:
+                stops.settle()
                 break
         tracker.note(farewell(run, folder, first, done, saved, stops))
     finally:

@@ -210,5 +210,6 @@ for name in {verbs}:
     importlib.import_module(name)
 print([name for name in {sorted(OWNERS)} if name in sys.modules], threading.active_count())
 """
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
+                          timeout=120)
     assert done.stdout.split() == ["[]", "1"], done.stdout + done.stderr[-3000:]

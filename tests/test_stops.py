@@ -50,6 +50,7 @@ def family(tmp_path):
         line = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), "watch" if watch else "ignore"]
         for word in reversed(words):
             script = tmp_path / word
+            script.parent.mkdir(exist_ok=True)
             if "." not in word:
                 script.write_text(LAUNCHER)
                 line = [sys.executable, "-u", str(script), *line]
@@ -116,6 +117,19 @@ def test_the_stop_file(stops, tmp_path):
     assert not stops.requested()
     (tmp_path / "stop").touch()
     assert stops.requested() and stops.reason == f"the file {tmp_path / 'stop'}"
+    (tmp_path / "stop").unlink()
+    assert stops.requested()                                     # what was asked once is done
+
+
+def test_a_stop_file_is_obeyed_once(stops, tmp_path):
+    """Oracle: the same command again, which must go on; a second rank finds the file gone."""
+    (tmp_path / "stop").touch()
+    assert stops.requested()
+    for _ in range(2):
+        stops.settle()
+    again = Stops(tmp_path, watch_launcher=False)
+    again.restore()
+    assert not (tmp_path / "stop").exists() and not again.requested()
 
 
 def test_handlers_are_restored(tmp_path):
@@ -161,7 +175,7 @@ def test_a_launchers_launcher_is_watched(family, tmp_path):
     os.kill(lower, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("above", ["sweep", "nightly.sh", "run_deepspeed.sh"])
+@pytest.mark.parametrize("above", ["sweep", "deepspeed/sweep", "nightly.sh", "run_deepspeed.sh"])
 def test_a_rank_without_a_launcher_goes_on(family, tmp_path, above):
     """Oracle: `nohup python launch/train.py &`: the shell or program above it ends, and no launcher was there."""
     parent = family(above)

@@ -82,7 +82,8 @@ class Checkpoints:
             self._failures = 0
             return True
         self._failures += 1
-        self._report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
+        if ranks.rank() == 0:
+            self._report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
         if self._failures == 3:
             raise OSError(f"three saves in a row have failed, the last because of: {self.store.error}")
         return False
@@ -178,14 +179,13 @@ class Checkpoints:
                 setattr(scaler, name, value)
         masters.publish()
 
-
     def _load_native(self, part: str, path: Path, stage: int) -> None:
-        """Reads DeepSpeed's own files; their bytes have been verified against our manifest before they are unpickled."""
+        """Reads DeepSpeed's own files; their bytes have been verified against our manifest before the unpickling."""
         engine, world = self._engines[part], manifest(path)["world"]
         here = engine.zero_optimization_stage()
         if (stage, world) != (here, ranks.world()):
-            raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and such a "
-                             f"checkpoint resumes only there; here are stage {here} and {ranks.world()} ranks. "
+            raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
+                             f"such a checkpoint resumes only there; here are stage {here} and {ranks.world()} ranks. "
                              "save.format=fragments knows no such limit")
         loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
         if loaded is None:

@@ -217,8 +217,8 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = offload(settings, what)
         if device == "nvme":
-            yield (f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, of '
-                   'initialization and of checkpoints: write "cpu"')
+            yield (f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
+                   'of initialization and of checkpoints: write "cpu"')
         if device != "none" and stage(settings) < least:
             yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                    f"{stage(settings)}: remove it or raise the stage")

@@ -156,7 +156,8 @@ class DiTSystem(System):
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Positions and the class table may differ, see weights.py."""
         with torch.device("meta"):
-            return weights.adapt(state, self.networks()[part])
+            network = self.networks()[part]
+        return weights.adapt(state, network)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (DiTBlock,)

@@ -1,0 +1,120 @@
+"""Where a process stands, and the few words that ranks exchange."""
+
+import pytest
+import torch
+
+from dstrain import ranks
+from dstrain.ranks import Place
+from tests.support import gloo
+
+WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
+         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": 3, "OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_LOCAL_RANK": 2}
+SBATCH = {"SLURM_PROCID": 0, "SLURM_NTASKS": 16, "SLURM_LOCALID": 0}
+SRUN = {"SLURM_PROCID": 9, "SLURM_NTASKS": 16, "SLURM_LOCALID": 1, "SLURM_STEP_ID": 0}
+
+# Rows of two ranks, of uneven numbers, by dtype and shape; rank 1's come after rank 0's.
+ROWS = {
+    "images": (torch.arange(24, dtype=torch.uint8).view(3, 2, 2, 2), torch.full((1, 2, 2, 2), 255, dtype=torch.uint8)),
+    "labels": (torch.tensor([1, -(2 ** 62)]), torch.tensor([3, 4, 5])),
+    "flags": (torch.tensor([True]), torch.tensor([False, True])),
+    "none here": (torch.empty(0, 3), torch.tensor([[0.5, float("inf"), -0.0]])),
+    "none there": (torch.tensor([[1.5], [2.5]], dtype=torch.float64), torch.empty(0, 1, dtype=torch.float64)),
+    "none": (torch.empty(0, 2), torch.empty(0, 2)),
+    "transposed": (torch.arange(6.0).reshape(2, 3).T, torch.arange(4.0).reshape(2, 2).T),
+}
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The environment of a process that no launcher has started."""
+    for word in WORDS:
+        monkeypatch.delenv(word, raising=False)
+
+
+@pytest.mark.parametrize("environment, expected", [
+    ({}, Place(0, 1, 0)),
+    (TORCHRUN, Place(5, 8, 1)),
+    (MPIRUN, Place(3, 4, 2)),
+    (SRUN, Place(9, 16, 1)),
+    (SBATCH, Place(0, 1, 0)),                                    # the batch script itself runs once
+    (SBATCH | TORCHRUN, Place(5, 8, 1)), (SRUN | TORCHRUN, Place(5, 8, 1)),       # a launcher within a job
+    (SBATCH | MPIRUN, Place(3, 4, 2)), (SRUN | MPIRUN, Place(3, 4, 2)),
+    ({"RANK": 0, "WORLD_SIZE": 1}, Place(0, 1, 0)),              # no local rank said
+    ({"RANK": 3}, Place(0, 1, 0)), ({"LOCAL_RANK": 1}, Place(0, 1, 0)),           # half a word is none
+    ({"RANK": 3} | MPIRUN, Place(3, 4, 2)),
+], ids=str)
+def test_place(monkeypatch, environment, expected):
+    """Oracle: what torchrun, mpirun, srun and sbatch document of their variables."""
+    for word, value in environment.items():
+        monkeypatch.setenv(word, str(value))
+    assert ranks.place() == expected
+    assert ranks.rank() == expected.rank and not ranks.started()
+    assert ranks.world() == 1                                    # until the process group stands
+
+
+def test_one_process_is_the_identity(monkeypatch):
+    """Oracle: the arguments; also before a launched process has met the others."""
+    for word, value in TORCHRUN.items():
+        monkeypatch.setenv(word, str(value))
+    rows = torch.arange(6).reshape(3, 2)
+    assert ranks.gather(rows) is rows and ranks.total(rows) is rows
+    assert ranks.agree(True) is True and ranks.agree(False) is False and ranks.agreed_max(-4) == -4
+    assert ranks.objects({"a": 1}) == [{"a": 1}] and ranks.from_first("b") == "b"
+    ranks.barrier()
+
+
+def exchanged(rank: int, rows: dict) -> dict:
+    """All that two ranks say to each other, as each of them hears it."""
+    mine = torch.tensor([0.5, 1.0 + rank])
+    result = {"gather": {name: ranks.gather(parts[rank]) for name, parts in rows.items()},
+              "total": ranks.total(mine), "mine": mine, "counts": ranks.total(torch.tensor(2 ** 40 + rank)),
+              "agree": [ranks.agree(bool(flag >> rank & 1)) for flag in range(4)],
+              "max": [ranks.agreed_max(value) for value in (rank, -rank, 2 ** 53 + rank, -(2 ** 60) - rank)],
+              "objects": ranks.objects({"rank": rank, "text": "x" * 1000 * rank}),
+              "first": [ranks.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
+              "where": (ranks.rank(), ranks.world(), ranks.started(), ranks.place().local_rank)}
+    ranks.barrier()
+    return result
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What rank 0 and rank 1 heard."""
+    return gloo.run(tmp_path_factory.mktemp("two"), exchanged, ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_gather(two, name):
+    """Oracle: torch.cat of the rows of rank 0 and rank 1, on both."""
+    expected = torch.cat(ROWS[name])
+    for heard in two:
+        found = heard["gather"][name]
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_total(two):
+    """Oracle: the sum; the argument keeps its values."""
+    for rank, heard in enumerate(two):
+        assert heard["total"].tolist() == [1.0, 3.0] and heard["mine"].tolist() == [0.5, 1.0 + rank]
+        assert heard["counts"].item() == 2 ** 41 + 1 and heard["counts"].dtype == torch.int64
+
+
+def test_agree_and_agreed_max(two):
+    """Oracle: any and max of both ranks' values."""
+    for heard in two:
+        assert heard["agree"] == [False, True, True, True]
+        assert heard["max"] == [1, 0, 2 ** 53 + 1, -(2 ** 60)]
+
+
+def test_objects_and_from_first(two):
+    """Oracle: what each rank said, in rank order; what rank 0 said."""
+    for heard in two:
+        assert heard["objects"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 1000}]
+        assert heard["first"] == ["rank 0", [1], None]
+
+
+def test_where(two):
+    """Oracle: the number of each process."""
+    assert [heard["where"] for heard in two] == [(0, 2, True, 0), (1, 2, True, 1)]
