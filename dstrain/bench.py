@@ -26,6 +26,7 @@ from dstrain import ranks, systems
 from dstrain.config import Run
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
+from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import precision
 from dstrain.systems.base import Batch, System
 from dstrain.train import take_step
@@ -62,10 +63,10 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
         network.to(device)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     batch = {name: tensor.to(device) for name, tensor in system.synthetic(micro).items()}
-    sides = {"dstrain": _ours(run, settings, system, Repeated(batch, accumulation))}
-    flops = 0
+    engines, ours = our_side(run, settings, system, Repeated(batch, accumulation))
+    sides, flops = {"dstrain": ours}, 0
     if ranks.world() == 1 and len(system.parts) == 1:
-        sides["plain"], flops = _plain(run, system, batch, accumulation, dtype)
+        _, sides["plain"], flops = plain_side(run, system, batch, accumulation, dtype)
     seconds = _alternate(sides, device)
     found = {f"{name} {kind} s": value for name, times in seconds.items()
              for kind, value in (("least", min(times)), ("median", statistics.median(times)))}
@@ -82,7 +83,9 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _ours(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Callable[[int], None]:
+def our_side(run: Run, settings: dict[str, Any], system: System,
+             batches: Repeated) -> tuple[Engines, Callable[[int], None]]:
+    """The engines and a step of the loop."""
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)
 
@@ -90,12 +93,14 @@ def _ours(run: Run, settings: dict[str, Any], system: System, batches: Repeated)
         take_step(number, run, system, engines, batches, Silent())
         ema.update(number, engines.applied())
 
-    return step
+    return engines, step
 
 
-def _plain(run: Run, system: System, batch: Batch, accumulation: int, dtype: torch.dtype) -> tuple[Callable, int]:
-    """The rival's step, and the floating-point operations of a step by torch's own count."""
+def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
+               dtype: torch.dtype) -> tuple[list[nn.Parameter], Callable[[int], None], int]:
+    """The rival's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
     (part, network), = system.networks().items()
+    network.load_state_dict(dict(initial_weights(network, run.seed)), strict=False)
     network.to(batch["key"].device)
     if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):
         for module in network.modules():
@@ -106,8 +111,11 @@ def _plain(run: Run, system: System, batch: Batch, accumulation: int, dtype: tor
     for weight in weights if dtype != torch.float32 else ():
         weight.data = weight.data.to(dtype)
     shadows = [[master.detach().clone() for master in masters] for _ in run.ema.decays]
-    optimizer = torch.optim.AdamW(masters, lr=run.optimizer.lr, betas=run.optimizer.betas, eps=run.optimizer.eps,
-                                  weight_decay=run.optimizer.weight_decay, fused=torch.cuda.is_available() or None)
+    named = list(zip(masters, (name for name, _ in network.named_parameters())))
+    groups = [{"params": [master for master, name in named if system.decays(name, master) == decayed],
+               "weight_decay": run.optimizer.weight_decay * decayed} for decayed in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=run.optimizer.betas, eps=run.optimizer.eps,
+                                  fused=torch.cuda.is_available() or None)
 
     def backward() -> None:
         with torch.no_grad():
@@ -136,7 +144,7 @@ def _plain(run: Run, system: System, batch: Batch, accumulation: int, dtype: tor
     with FlopCounterMode(display=False) as counter:
         backward()
     network.zero_grad()
-    return step, counter.get_total_flops() * accumulation
+    return masters, step, counter.get_total_flops() * accumulation
 
 
 def _alternate(sides: dict[str, Callable[[int], None]], device: torch.device) -> dict[str, list[float]]:

@@ -10,12 +10,15 @@ from dstrain.config import Run
 
 
 class Clock:
-    """What happened since the last report. `waited` tells the seconds spent waiting for data so far."""
+    """What happened since the last report.
 
-    def __init__(self, run: Run, first: int, waited: Callable[[], float]):
+    `waited` tells the seconds spent waiting for data so far; `skipped` is the number of steps skipped before `first`.
+    """
+
+    def __init__(self, run: Run, first: int, waited: Callable[[], float], skipped: int = 0):
         self._run = run
         self._waited = waited
-        self._skipped = self._in_a_row = 0
+        self._skipped, self._in_a_row = skipped, 0
         self._mark(first)
 
     def _mark(self, done: int) -> None:

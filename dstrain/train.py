@@ -64,7 +64,7 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for remark in remarks(settings, ranks.device().type):
         tracker.note(f"note: {remark}")
-    clock = Clock(run, first, lambda: batches.wait_seconds)
+    clock = Clock(run, first, lambda: batches.wait_seconds, engines.skipped())
     done = saved = first
     try:
         for step in range(first, run.steps):
@@ -122,7 +122,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     if step == 0:
         if run.init_from is not None:
             for part, (values, notes) in fitted(run.init_from, system).items():
-                engines.set_weights(part, list(values.items()))
+                engines.set_weights(part, values.items())
                 for note in notes if ranks.rank() == 0 else ():
                     print(note, flush=True)
         ema.reset()

@@ -7,8 +7,9 @@ gives the engine of the part that learns and the bare, frozen networks of the ot
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Engines(Mapping[str, Any]):
                         module.compile()                                  # in place: names stay, ZeRO still overlaps
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
-            self.set_weights(part, [*constructed.items(), *initial_weights(network, run.seed)])
+            self.set_weights(part, chain(constructed.items(), initial_weights(network, run.seed)))
             self.masters[part].forget_moments()
 
     def _build(self, networks: Callable[[], dict[str, nn.Module]], seed: int) -> dict[str, nn.Module]:
@@ -144,13 +145,18 @@ class Engines(Mapping[str, Any]):
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     @torch.no_grad()
-    def set_weights(self, part: str, values: list[tuple[str, Tensor]]) -> None:
-        """Masters and buffers from full values by state-dict name. Buffers keep the precision they are given in."""
-        buffers = {name: value for name, value in values}
-        for name, buffer in self[part].module.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name].to(buffer.device)
-        self.masters[part].fill(values)
+    def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Masters and buffers from full values by state-dict name, one at a time. Buffers keep the precision given."""
+        buffers = dict(self[part].module.named_buffers())
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, value in values:
+                if name in buffers:
+                    buffers[name].data = value.to(buffers[name].device)
+                else:
+                    yield name, value
+
+        self.masters[part].fill(weights())
         self.masters[part].publish()
 
     @contextmanager
@@ -186,6 +192,10 @@ class Engines(Mapping[str, Any]):
         """For each part, whether its last step changed the weights."""
         return {part: bool(engine.was_step_applied()) and self._finite.get(part, True)
                 for part, engine in self._engines.items()}
+
+    def skipped(self) -> int:
+        """Steps that were not applied so far, since the run began."""
+        return max(engine.skipped_steps for engine in self._engines.values())
 
     def set_lr(self, lr: float) -> None:
         for engine in self._engines.values():

@@ -89,19 +89,19 @@ def test_workers_die_with_a_killed_rank(tmp_path):
     assert shared_memory([rank.pid, *started, server]) == []
     rank.send_signal(signal.SIGKILL)
     rank.wait()
-    assert gone([*started, server], 5)
+    assert gone([*started, server], 30)
     assert rank.stdout.read() == ""  # closed by all: nobody is left, and main ran once
 
 
 def test_a_rank_ends_while_its_workers_are_busy(tmp_path):
-    """Oracle: exit code 0 within seconds, though each sample takes a minute and SIGTERM is not
+    """Oracle: exit code 0 within seconds, though each sample takes ten minutes and SIGTERM is not
     heard.
     """
-    rank = launch(tmp_path, 60, -1, 0)
+    rank = launch(tmp_path, 600, -1, 0)
     assert [rank.stdout.readline(), rank.stdout.readline()] == ["main runs\n", "ready\n"]
     start = time.monotonic()
-    assert rank.wait(timeout=30) == 0 and time.monotonic() - start < 4
-    assert len(pids(tmp_path / "pids")) == 2 and gone(pids(tmp_path / "pids"), 0.5)
+    assert rank.wait(timeout=60) == 0 and time.monotonic() - start < 15    # torch alone: 21 s
+    assert len(pids(tmp_path / "pids")) == 2 and gone(pids(tmp_path / "pids"), 10)
 
 
 def test_workers_hear_no_signal(tmp_path):

@@ -50,6 +50,7 @@ edges = st.lists(st.integers(0, 12), max_size=6)
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_partition_loads_into_any_other(data):
+    """Oracle: the whole tensors that were cut over up to 4 shards, read back whole and by other drawn cuts."""
     world = data.draw(st.integers(1, 4))
     kinds = {"master": tensors(0), "ema.0.9999": tensors(1)}
     with TemporaryDirectory() as folder:
@@ -69,6 +70,7 @@ def test_any_partition_loads_into_any_other(data):
 
 
 def test_overlapping_fragments_are_read_once(tmp_path):
+    """Oracle: arange(12), sliced by torch; four fragments that overlap."""
     whole = torch.arange(12.0)
     write_shard(tmp_path / shard_name("net", 0, 1),
                 [("master", *cut("w", whole, a, b)) for a, b in ((0, 7), (2, 4), (5, 12), (0, 3))])
@@ -76,6 +78,7 @@ def test_overlapping_fragments_are_read_once(tmp_path):
 
 
 def test_the_safetensors_library_opens_our_file(tmp_path):
+    """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file system for the size."""
     path = tmp_path / shard_name("net", 0, 1)
     named = tensors()
     size = write_shard(path, [("master", *cut(n, w, 0, w.numel())) for n, w in named.items()],
@@ -90,6 +93,7 @@ def test_the_safetensors_library_opens_our_file(tmp_path):
 
 
 def test_we_open_the_safetensors_library_s_file(tmp_path):
+    """Oracle: a slice of what safetensors' save_file wrote, under an index written by hand."""
     named = {"master/w": torch.arange(6.0), "exp_avg/w": -torch.arange(6.0)}
     index = '{"master/w": [[2, 3], 0, 6], "exp_avg/w": [[2, 3], 0, 6]}'
     save_file(named, tmp_path / shard_name("net", 0, 1), {"fragments": index})
@@ -98,6 +102,7 @@ def test_we_open_the_safetensors_library_s_file(tmp_path):
 
 
 def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
+    """Oracle: the strided column that was written, three chunks of at most 4 elements, to the last bit."""
     import dstrain.engine.fragments as fragments
     monkeypatch.setattr(fragments, "_CHUNK", 4)
     whole = torch.randn(11, 2)[:, 0]
@@ -107,6 +112,7 @@ def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
 
 
 def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, monkeypatch):
+    """Oracle: the tensors that were dealt out by single elements, two of 14 shards empty; 2 files open."""
     import dstrain.engine.fragments as fragments
     monkeypatch.setattr(fragments, "_OPEN_FILES", 2)
     write(tmp_path, {"master": tensors()}, lambda n: list(range(n + 1)), world=14)
@@ -117,6 +123,7 @@ def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, mon
 
 
 def test_part_names_do_not_mix(tmp_path):
+    """Oracle: the value written to each part, where one part's name begins with the other's."""
     for part, value in (("net", 1.0), ("net-ema", 2.0)):
         write_shard(tmp_path / shard_name(part, 0, 1),
                     [("master", Fragment("w", (1, ), 0, 1), torch.tensor([value]))])
@@ -129,6 +136,7 @@ def refusal(message: str):
 
 
 def test_faults_name_what_is_wrong(tmp_path):
+    """Oracle: messages written by hand, for each fault; arange for the elements that a gap leaves readable."""
     whole = torch.arange(12.0).view(3, 4)
     path = tmp_path / shard_name("net", 0, 1)
     with refusal("no file net-*-of-*.safetensors in"):
@@ -157,6 +165,7 @@ def test_faults_name_what_is_wrong(tmp_path):
 
 
 def test_damaged_sets_of_shards_are_refused(tmp_path):
+    """Oracle: messages written by hand, for a set of two shards damaged in each way."""
     whole = torch.arange(4.0)
     write(tmp_path, {"master": {"w": whole}}, lambda n: [0, 2, n], world=2)
     second = tmp_path / shard_name("net", 1, 2)

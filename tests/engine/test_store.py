@@ -50,6 +50,7 @@ def entries(folder: Path) -> set[str]:
 
 
 def test_newest_is_what_was_saved_last(tmp_path):
+    """Oracle: the steps, bytes and extra that were saved, entries of the folder by hand, json for the manifest."""
     store = Store(tmp_path / "run" / "checkpoints", keep=2)
     assert store.newest() is None and store.steps() == []
     save(store, 5, 10, 15)
@@ -65,15 +66,18 @@ def test_newest_is_what_was_saved_last(tmp_path):
 
 
 def test_a_step_that_verifies_is_not_written_again(tmp_path):
+    """Oracle: the manifest's stat before; a writer that fails the test when it is called."""
     store = Store(tmp_path)
     save(store, 5)
-    before = (tmp_path / "step_00000005" / "manifest.json").stat()
+    path = tmp_path / "step_00000005" / "manifest.json"
+    before = path.stat().st_mtime_ns, path.stat().st_ino
     assert Store(tmp_path).save(5, lambda folder: pytest.fail("written again"))
     assert Store(tmp_path).begin(5) is None
-    assert (tmp_path / "step_00000005" / "manifest.json").stat() == before
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
 
 
 def test_a_damaged_step_is_written_anew(tmp_path):
+    """Oracle: the step and file that were damaged; after another save its bytes and the folder's entries."""
     store = Store(tmp_path)
     save(store, 5, 10)
     (tmp_path / "step_00000010" / NAMES[0]).unlink()
@@ -86,6 +90,7 @@ def test_a_damaged_step_is_written_anew(tmp_path):
 
 
 def test_failures_leave_nothing_behind(tmp_path):
+    """Oracle: the folder's entries before each failure; the errno raised, and a need of 2^60 bytes."""
     store = Store(tmp_path)
     save(store, 5)
     before = entries(tmp_path)
@@ -105,6 +110,7 @@ def test_failures_leave_nothing_behind(tmp_path):
 
 
 def test_leftovers_are_ignored_and_removed(tmp_path):
+    """Oracle: the step that is whole, beside a half-written one, a false hint and a renamed folder."""
     store = Store(tmp_path)
     save(store, 5)
     (tmp_path / "step_00000010.tmp").mkdir()
@@ -119,6 +125,7 @@ def test_leftovers_are_ignored_and_removed(tmp_path):
 
 
 def test_a_thousand_corruptions_are_found(tmp_path):
+    """Oracle: the file that was damaged, which is named; the older step, and the newest once it is restored."""
     chance = random.Random(0)
     store = Store(tmp_path)
     save(store, 5, 10)
@@ -148,6 +155,7 @@ def test_a_thousand_corruptions_are_found(tmp_path):
 
 
 def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
+    """Oracle: a flip of each byte in turn and a swap of two blocks: the only step no longer counts."""
     import dstrain.engine.manifest as module
     monkeypatch.setattr(module, "_BLOCK", 64)
     store = Store(tmp_path)
@@ -168,6 +176,7 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
        best=st.integers(0, 11),
        damage=st.sets(st.integers(0, 11)))
 def test_what_is_kept(gaps, keep, keep_every, best, damage):
+    """Oracle: the rule (newest keep, multiples, protected) counted beside the store, over drawn gaps and damage."""
     with TemporaryDirectory() as folder:
         store, step, saved, broken, protected = Store(folder, keep, keep_every), 0, [], set(), None
         for i, gap in enumerate(gaps):
@@ -206,10 +215,10 @@ def in_child(work) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
+    """Oracle: the last step the killed process said was saved, or the one after it; its bytes."""
     chance = random.Random(0)
     inside = 0
     for _ in range(30):
-        start = (Store(tmp_path).newest(pytest.fail) or (0, None))[0]
         reading, writing = os.pipe()
 
         def save_forever() -> None:
@@ -222,12 +231,13 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
 
         child = in_child(save_forever)
         os.close(writing)
-        time.sleep(chance.uniform(0.0, 0.08))
+        first = os.read(reading, 4)                          # it saves: from here on, at any moment
+        time.sleep(chance.uniform(0.0, 0.05))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         with open(reading, "rb") as pipe:
-            data = pipe.read()
-        last = int.from_bytes(data[-4:], "little") if data else start
+            data = first + pipe.read()
+        last = int.from_bytes(data[-4:], "little")
         inside += any(name.endswith(".tmp") for name in entries(tmp_path))
         found = Store(tmp_path).newest(pytest.fail)
         assert (found[0] if found else 0) in (last, last + 1)
@@ -241,6 +251,7 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
 @pytest.mark.parametrize("files, size", [(1, 65536), (60, 100)],
                          ids=["in a shard", "in the manifest"])
 def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
+    """Oracle: the kernel's limit on a file's size, hit by a save; entries and bytes of the others."""
     save(Store(tmp_path), 5)
     before = entries(tmp_path)
 
@@ -293,6 +304,7 @@ def together(rank: int, folder: str) -> list:
 
 
 def test_two_ranks_agree(tmp_path):
+    """Oracle: the other rank's view, and both against a list written by hand; entries and manifest of the folder."""
     folder = tmp_path / "checkpoints"
     first, second = gloo.run(tmp_path, together, str(folder))
     assert first == second

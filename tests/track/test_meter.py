@@ -56,6 +56,7 @@ def same(found: dict[str, float], wanted: dict[str, float]) -> bool:
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 999),
        bad=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
 def test_means_over_uneven_batches(sizes, seed, bad):
+    """Oracle: numpy's means over the joined batches, not finite ones left out; nothing once they were taken."""
     batches = [batch(seed + i, size, bad) for i, size in enumerate(sizes)]
     meter = Meter(["net"])
     for terms in batches:
@@ -68,6 +69,7 @@ def test_means_over_uneven_batches(sizes, seed, bad):
 
 
 def test_each_part_has_its_names():
+    """Oracle: names and means by hand, two parts."""
     meter = Meter(["net", "critic"])
     meter.add("net", {"loss": torch.tensor(1.0), "kl": torch.tensor([1.0, 3.0])})
     meter.add("critic", {"loss": torch.tensor(5.0)})
@@ -76,12 +78,14 @@ def test_each_part_has_its_names():
 
 
 def test_a_term_that_is_never_finite_is_counted_alone():
+    """Oracle: by hand: one value is not finite, its name is left out, the other's mean stays."""
     meter = Meter(["net"])
     meter.add("net", {"loss": torch.tensor(math.nan), "mse": torch.ones(3)})
     assert meter.means() == {"mse": 1.0, "nonfinite": 1.0}
 
 
 def test_half_precision_and_gradients_are_taken():
+    """Oracle: the values handed in, which bfloat16 holds exactly."""
     meter = Meter(["net"])
     meter.add("net", {
         "loss": torch.tensor(1.5, dtype=torch.bfloat16),
@@ -91,6 +95,7 @@ def test_half_precision_and_gradients_are_taken():
 
 
 def test_a_long_interval_loses_nothing():
+    """Oracle: the closed form (1e8 + 1000) / 1001, exactly; a float32 sum would stay at 1e8."""
     meter = Meter(["net"])
     for value in [1e8] + [1.0] * 1000:
         meter.add("net", {"loss": torch.tensor(value)})
@@ -107,6 +112,7 @@ def test_a_long_interval_loses_nothing():
     "quartile": torch.zeros(3, dtype=torch.int64)
 }])
 def test_other_shapes_are_refused(terms):
+    """Oracle: the contract, scalars or one value a sample, of one batch size."""
     with pytest.raises(ValueError, match="scalars or one value a sample"):
         Meter(["net"]).add("net", terms)
 
@@ -122,13 +128,16 @@ class NoWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_adding_never_waits_for_the_device():
+def test_adding_never_waits_for_the_device(monkeypatch):
+    """Oracle: a dispatch mode that refuses item, nonzero and masks; first that it does refuse two of them."""
     terms = batch(0, 8, 0.3)
+    for name in ("tolist", "numpy", "cpu", "item", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, name=name, **k: pytest.fail(f"Tensor.{name} waits"))
     with NoWait():
         with pytest.raises(AssertionError):
             terms["mse"][terms["quartile"] == 0]
         with pytest.raises(AssertionError):
-            terms["loss"].item()
+            torch.masked_select(terms["mse"], terms["quartile"] == 0)
         meter = Meter(["net"])
         meter.add("net", terms)
         meter.add("net", terms)
@@ -146,6 +155,7 @@ def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_ranks_with_uneven_counts(tmp_path):
+    """Oracle: numpy's means over both ranks' batches joined, the same on both ranks."""
     first, second = gloo.run(tmp_path, reported)
     assert first == second
     assert same(first, expected(of_rank(0) + of_rank(1)))

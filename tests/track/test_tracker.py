@@ -48,6 +48,7 @@ def steady(folder) -> list[str]:
 
 
 def test_a_report_is_one_line_everywhere(tmp_path, capsys):
+    """Oracle: the line and the JSON object written out by hand; json reads the file."""
     track = tracker(tmp_path)
     track.add("denoiser", {"loss": torch.tensor(0.123456), "loss_each": torch.tensor([0.5, 1.0]),
                            "quartile": torch.tensor([1, 1])})
@@ -89,6 +90,7 @@ def test_a_report_is_one_line_everywhere(tmp_path, capsys):
 
 
 def test_scores_and_notes(tmp_path, capsys):
+    """Oracle: the lines and the entry written out by hand."""
     track = tracker(tmp_path)
     track.scores(10, {"loss": 0.5, "raw/loss": 0.25})
     track.note("complete")
@@ -104,6 +106,7 @@ def test_scores_and_notes(tmp_path, capsys):
 
 
 def test_samples_are_a_grid_in_the_folder(tmp_path):
+    """Oracle: the library's own grid (see test_pictures), against the files as Pillow reads them."""
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
     track = tracker(tmp_path)
     track.samples(500, images)
@@ -116,6 +119,7 @@ def test_samples_are_a_grid_in_the_folder(tmp_path):
 @pytest.mark.parametrize("tail",
                          [b"", b'{"step": 12, "lo', b'{"step": 1', b"\xff\xfe\n\n[]\n3\n{}\n"])
 def test_resumed_metrics_equal_those_of_an_uninterrupted_run(tmp_path, tail):
+    """Oracle: the undisturbed run's lines, all but timing's values, whatever kill -9 left at the end."""
     train(tmp_path / "whole", 0, 20)
     train(tmp_path / "parts", 0, 13)  # killed at 13; the newest checkpoint is of 10
     with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:
@@ -128,6 +132,7 @@ def test_resumed_metrics_equal_those_of_an_uninterrupted_run(tmp_path, tail):
 
 
 def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
+    """Oracle: the line and the bar's share and count written by hand; nothing on stdout."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     track = tracker(tmp_path, 4)
     track.report(10, {"lr": 1e-4})
@@ -139,6 +144,7 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    """Oracle: the run folder's absence and silent streams, with ranks faked as the second of two."""
     from dstrain import ranks
     monkeypatch.setattr(ranks, "rank", lambda: 1)
     monkeypatch.setattr(ranks, "world", lambda: 2)
@@ -154,6 +160,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
+    """Oracle: one message for each of two paths that are blocked, over two reports."""
     track = tracker(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "samples").write_text("a file")
@@ -168,6 +175,7 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
+    """Oracle: the command that installs it, in the message of a ValueError."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         tracker(tmp_path,
@@ -175,6 +183,7 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
 
 
 def test_tensorboard_holds_the_curves(tmp_path):
+    """Oracle: tensorboard's own EventAccumulator: step and value of a scalar, step of a picture."""
     pytest.importorskip("tensorboard", reason="tensorboard is optional and not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     track = tracker(tmp_path,
