@@ -144,7 +144,7 @@ def test_sigterm_to_the_launcher(undisturbed, stage):
 
 
 def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
-    """Oracle: the same run on 2 ranks: loss, gradient norm and weights agree to fp32 rounding."""
+    """Oracle: the same run on 2 ranks: loss and gradient norm within 1e-5; weights as far as Adam lets rounding grow."""
     one, two = tmp_path / "one", undisturbed(2)
     finish(train(one, 2, num=1))
     assert len(metrics(one)) == STEPS // 5
@@ -152,7 +152,9 @@ def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
         assert a == pytest.approx(b, rel=1e-5)
     for kind in ("master", "ema.0.9", "ema.0.99"):
         a, b = (read_weights(of / "checkpoints" / f"step_{STEPS:08d}", "denoiser", kind) for of in (one, two))
-        assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
+        # Sixty updates of 1e-3 each: where a gradient is near zero, its rounding decides a part of a step.
+        assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
+        assert torch.cat([(a[name] - b[name]).abs().flatten() for name in a]).mean() < 1e-6
 
 
 def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
