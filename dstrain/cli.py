@@ -5,7 +5,9 @@ A script is `options = job_arguments(...)`, `job = prepare(options)` and one ver
 
 import argparse
 import difflib
+import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any
 from dstrain import ranks, recipe, systems
 from dstrain.config import ConfigError, Run
 from dstrain.engine import settings
+from dstrain.folders import last_saved
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
@@ -155,6 +158,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def scale(text: str) -> float:
+    """A finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
 def labels(text: str) -> tuple[int, ...]:
     """Classes, as 3,5,5."""
     return tuple(count(word.strip()) for word in text.split(","))
@@ -240,6 +254,7 @@ def _conflicts(run: Run) -> list[str]:
 def _data_and_folder(run: Run, options: Options) -> list[str]:
     """What only shows when the data are listed and the folder's earlier run is read; on rank 0, since it takes time."""
     from dstrain import folders
+    from dstrain.weights import fitted
     from dstrain.data.sources import open_sources
 
     try:
@@ -248,6 +263,9 @@ def _data_and_folder(run: Run, options: Options) -> list[str]:
         if known is not None and there > known:
             return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "
                     f"range; write model.num_classes={there}"]
+        system = systems.build(run.system, run.model)
+        if run.init_from is not None and not folders.last_saved(run.directory) and not options.from_scratch:
+            fitted(run.init_from, system)
         folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems
@@ -268,10 +286,17 @@ def _paths(run: Run) -> list[str]:
             problems.append(f"{key}={path} does not exist: give a folder of images, or builtin:fashion")
         elif os.path.isdir(path) and not any(os.scandir(path)):
             problems.append(f"{key}={path} is an empty folder: give one with images, one subfolder for each class")
-    if run.init_from is not None and not run.init_from.exists():
+    if run.data.held_out and run.data.path.startswith("builtin:"):
+        problems.append(f"data.held_out={run.data.held_out}: {run.data.path} holds out images itself: leave it out")
+    if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
+    if run.init_from is not None and not run.init_from.exists() and not last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     folder = run.directory.absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:
+        return [*problems, f"folder={str(run.directory)[:60]}...: {error.strerror}; name another folder"]
     if not existing.is_dir():
         problems.append(f"folder={run.directory}: {existing} is a file; name another folder")
     elif not os.access(existing, os.W_OK | os.X_OK):

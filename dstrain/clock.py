@@ -40,6 +40,8 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside is not training time."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         entered = time.perf_counter()
         try:
             yield

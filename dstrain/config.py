@@ -48,7 +48,8 @@ def _types(annotation: Any) -> list[Any]:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True,
+                              allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -196,7 +197,7 @@ class Run(Section):
     system: str = "dit"
     folder: Path | None = None               # None: runs/NAME
     steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     init_from: Path | None = None            # weights to start from: a published file or a run
     compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
     model: dict[str, Any] = Field(default_factory=dict)   # the system's own section: dstrain/systems/SYSTEM/config.py

@@ -36,7 +36,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
     if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
         raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
                           "begin anew with --from-scratch")
-    if allow_change:
+    if allow_change or not saved:                    # nothing was trained: there is no run to be changed
         return
     changes = refused(load(folder / "run.yaml"), run)
     if changes:
@@ -69,11 +69,9 @@ def claim(folder: Path, patience: float = 60.0) -> IO[str]:
             return file
 
 
-def prepare(run: Run, settings: dict[str, Any], fingerprint: str, *, from_scratch: bool) -> None:
-    """Makes the folder and writes down the resolved run; on rank 0 only."""
+def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
+    """Writes the resolved run into its folder; on rank 0 only, once it is known that the run can go on."""
     folder = run.directory
-    if from_scratch and folder.exists():
-        _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
                        ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
@@ -92,7 +90,7 @@ def note_saved(folder: Path, step: int) -> None:
     _replace(folder / "saved", f"{step}\n")
 
 
-def _set_aside(folder: Path) -> None:
+def set_aside(folder: Path) -> None:
     """Moves what an earlier run left into earlier_N, so that beginning anew loses nothing."""
     old = [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]
     if old:

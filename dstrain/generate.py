@@ -17,7 +17,7 @@ from dstrain.recipe import load
 from dstrain.sampling import class_columns, draw
 from dstrain.systems.base import Request, System
 from dstrain.track.pictures import grid, save_png
-from dstrain.weights import checkpoint_kind
+from dstrain.weights import checkpoint_kind, whole
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ def generate(order: Order) -> Path:
     checkpoint = _checkpoint(order)
     networks = _networks(system, checkpoint, order, run)
     request = _request(order, run, system)
-    out = order.out or order.folder / "generated"
+    out = ranks.from_first(_out(order) if ranks.rank() == 0 else None)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
+    ranks.barrier()
     kept: list[Tensor] = []
     with tqdm(total=order.num, unit="picture", disable=ranks.rank() != 0) as bar:
         for numbers, images in draw(system, networks, request, min(order.batch, order.num)):
@@ -68,6 +69,22 @@ def generate(order: Order) -> Path:
     return out
 
 
+def _out(order: Order) -> Path:
+    """The folder to write into: the one asked for, or the first of generated, generated_2, ... without pictures."""
+    def used(path: Path) -> bool:
+        return path.is_dir() and any(path.glob("samples_*.npz"))
+
+    if order.out is not None:
+        if used(order.out):
+            raise ConfigError(f"--out {order.out} holds pictures of another order: name another folder, or empty it")
+        return order.out
+    number, path = 1, order.folder / "generated"
+    while used(path):
+        number += 1
+        path = order.folder / f"generated_{number}"
+    return path
+
+
 def _recipe(folder: Path) -> Path:
     if not (folder / "run.yaml").exists():
         raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
@@ -82,7 +99,7 @@ def _checkpoint(order: Order) -> Path:
             there = ", ".join(map(str, store.steps())) or "none"
             raise ConfigError(f"--checkpoint {order.step}: {order.folder} holds no checkpoint of that step; it holds "
                               f"{there}")
-        return store.folder / f"step_{order.step:08d}"
+        return whole(store.folder / f"step_{order.step:08d}")
     newest = store.newest()
     if newest is None:
         raise ConfigError(f"{order.folder} holds no whole checkpoint yet: train first")

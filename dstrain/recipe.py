@@ -30,8 +30,10 @@ _SYNONYMS = {
     "log_every": "every.report", "ckpt_every": "every.save", "save_interval": "every.save",
 }
 # What may not change when a run goes on: it would be another run. Whole sections or single keys.
-_FIXED = ("system", "model", "data.path", "data.image_size", "data.channels", "data.flip", "data.held_out",
-          "data.draft", "batch.global", "seed", "optimizer", "ema", "init_from")
+_FIXED = ("system", "model", "data.image_size", "data.channels", "data.flip", "data.held_out",
+          "data.draft", "batch.global", "seed", "optimizer", "ema")
+# The data's path may move, since their fingerprint is compared; these decide how, not what.
+_FREE = ("model.recompute", "model.guidance_channels", "optimizer.decay_steps")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -93,7 +95,7 @@ def refused(old: Run, new: Run) -> list[Change]:
     """The differences that would make a resumed run another run; `steps` and intervals may change."""
     changes = [change for change in differences(old, new)
                if any(change[0] == fixed or change[0].startswith(fixed + ".") for fixed in _FIXED)
-               and change[0] != "optimizer.decay_steps"]
+               and change[0] not in _FREE]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
         before, after = (run.optimizer.decay_steps or run.steps for run in (old, new))

@@ -18,16 +18,16 @@ _SHELLS = ("sh", "bash", "dash", "zsh")
 class Stops:
     """The reasons to stop that this rank has seen; installs its handlers when made, in the main thread."""
 
-    def __init__(self, folder: Path, watch_launcher: bool = True):
+    def __init__(self, folder: Path | None, watch_launcher: bool = True):
         self.reason: str | None = None
         self._interrupted = False
-        self._file = folder / "stop"
+        self._file = folder / "stop" if folder else None      # one rank's look is enough
         self._launchers = _launchers() if watch_launcher else []
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def requested(self) -> bool:
         """Whether this rank has a reason to stop; cheap enough for every step."""
-        if self.reason is None and self._file.exists():
+        if self.reason is None and self._file and self._file.exists():
             self.reason = f"the file {self._file}"
         if self.reason is None and any(_identity(pid) != born for pid, born in self._launchers):
             self.reason = "the launcher has gone"
@@ -35,7 +35,8 @@ class Stops:
 
     def settle(self) -> None:
         """Takes the stop file away once it has been obeyed, so that the same command goes on."""
-        self._file.unlink(missing_ok=True)
+        if self._file:
+            self._file.unlink(missing_ok=True)
 
     def restore(self) -> None:
         """Puts the earlier handlers back."""

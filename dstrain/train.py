@@ -45,25 +45,29 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
 def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -> int:
     start()
     source, unseen = open_sources(run.data)
-    if ranks.rank() == 0:
-        folders.prepare(run, settings, source.fingerprint(), from_scratch=options.from_scratch)
+    if ranks.rank() == 0 and options.from_scratch:
+        folders.set_aside(folder)
     ranks.barrier()
-    stops = Stops(folder, run.faults.orphan_check)
+    stops = Stops(folder if ranks.rank() == 0 else None, run.faults.orphan_check)
 
     system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     for network in system.frozen():
         network.to(ranks.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save)
-    first = begin(run, engines, ema, saves, system)
+    notes = [f"note: {remark}" for remark in remarks(settings, ranks.device().type)]
+    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append)
+    first = begin(run, engines, ema, saves, system, notes)
+    if ranks.rank() == 0:
+        folders.write_down(run, settings, source.fingerprint())
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=ranks.rank(),
                       world=ranks.world(), num_workers=run.data.workers, device=ranks.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
-    for remark in remarks(settings, ranks.device().type):
-        tracker.note(f"note: {remark}")
+    for note in notes:
+        tracker.note(note)
+    saves.report = tracker.note
     clock = Clock(run, first, lambda: batches.wait_seconds, engines.skipped())
     done = saved = first
     try:
@@ -76,16 +80,16 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             last = stop or done == run.steps
             if due(run.every.report, done) or last:
                 tracker.report(done, clock.figures(done) | engines.gradient_norms())
-            if due(run.every.sample, done) and not stop:
+            if due(run.every.sample, done, last) and not stop:
                 with clock.paused():
                     images, columns = grid_samples(run, system, engines, ema, micro)
                     tracker.samples(done, images, columns=columns)
-            if unseen and due(run.every.evaluate, done) and not stop:
+            if unseen and due(run.every.evaluate, done, last) and not stop:
                 with clock.paused():
                     tracker.scores(done, held_out_scores(run, system, engines, ema, unseen, micro))
             if due(run.every.save, done) or last:
                 with clock.paused():
-                    if saves.save(done):
+                    if saves.save(done, last):
                         saved = done
                         if ranks.rank() == 0:
                             folders.note_saved(folder, done)
@@ -113,18 +117,21 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
             tracker.add(part, {name: term.detach() for name, term in terms.items()})
 
 
-def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System) -> int:
+def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
     """Weights from the newest checkpoint, else from `init_from`, else as initialized; the step to go on from."""
-    step = saves.resume()
+    try:
+        step = saves.resume()
+    except ValueError:
+        print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
+        raise
     if step > run.steps:
         raise ValueError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or "
                          "begin anew with --from-scratch")
     if step == 0:
         if run.init_from is not None:
-            for part, (values, notes) in fitted(run.init_from, system).items():
+            for part, (values, changed) in fitted(run.init_from, system).items():
                 engines.set_weights(part, values.items())
-                for note in notes if ranks.rank() == 0 else ():
-                    print(note, flush=True)
+                notes += [f"init_from: {change}" for change in changed]
         ema.reset()
     return step
 
@@ -136,7 +143,7 @@ def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chu
     request = Request(seeds, system.conditions(wanted.num, wanted.labels), wanted.num_steps, wanted.sampler,
                       wanted.guidance_scale)
     with ema.swapped(wanted.ema):
-        images = draw_all(system, engines.modules, request, min(chunk, wanted.num))
+        images = draw_all(system, engines.modules, request, min(chunk, -(-wanted.num // ranks.world())))
     return images, class_columns(request)
 
 
@@ -151,8 +158,8 @@ def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, 
         return means() | raw
 
 
-def due(interval: int, done: int) -> bool:
-    return interval > 0 and done % interval == 0
+def due(interval: int, done: int, last: bool = False) -> bool:
+    return interval > 0 and (done % interval == 0 or last)
 
 
 def farewell(run: Run, folder: Path, first: int, done: int, saved: int, stops: Stops) -> str:

@@ -1,7 +1,6 @@
 """Weights to start from: published files, exports and dstrain's own runs, read without running what is in them."""
 
 import argparse
-import pickle
 import re
 from pathlib import Path
 
@@ -28,10 +27,20 @@ def fitted(path: Path, system: System) -> Adapted:
         if newest is None:
             raise ValueError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
         path = newest[1]
+    elif (path / "manifest.json").exists():
+        whole(path)
     if not list(path.glob("*-of-*.safetensors")) or not (path / "manifest.json").exists():
         part = next(iter(system.parts))
         return {part: system.adapt(part, read(path))}
     return {part: system.adapt(part, read_weights(path, part, checkpoint_kind(path, part))) for part in system.parts}
+
+
+def whole(checkpoint: Path) -> Path:
+    """The folder of one checkpoint, if every file of it matches its hash. ValueError names what does not."""
+    fault = Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_")))
+    if fault:
+        raise ValueError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
+    return checkpoint
 
 
 def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
@@ -66,10 +75,10 @@ def read(path: str | Path) -> dict[str, Tensor]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"weights: {path} is damaged or holds more than tensors and plain values, and was not loaded "
-                         f"({reason}); convert it to safetensors where it comes from") from error
+    except Exception as error:              # the restricted unpickler meets hostile bytes: it may raise anything
+        raise ValueError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
+                         f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
+                         "safetensors where it comes from") from None
     if isinstance(content, dict):
         content = content.get("ema") or content.get("model") or content
     return _named(content, path)

@@ -20,7 +20,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --batch N             pictures of one rank at a time (16)
-  --out DIR             where to write (RUN/generated)
+  --out DIR             where to write (RUN/generated, generated_2, ...)
   --no-pngs             only the grid and the .npz
 
 examples:
@@ -39,7 +39,7 @@ def _order(argv: list[str] | None = None):
     parser.add_argument("--seed", type=cli.count, default=0)
     parser.add_argument("--steps", type=cli.positive, dest="num_steps")
     parser.add_argument("--sampler")
-    parser.add_argument("--guidance-scale", "--guidance_scale", type=float)
+    parser.add_argument("--guidance-scale", "--guidance_scale", type=cli.scale)
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", type=float)
     weights.add_argument("--raw", action="store_true")

@@ -24,7 +24,7 @@ RULES = {
     "engine": ("config", "ranks", "recipe", "__version__"),
     "data": ("config", "ranks", "draws"), "track": ("config", "ranks"),
     "sampling": ("ranks", "systems.base"), "weights": ("engine.checkpoint", "engine.store", "systems.base"),
-    "cli": (*BASE, "recipe", "systems", "folders", "data.sources", "engine.settings"),
+    "cli": (*BASE, "recipe", "systems", "folders", "data.sources", "engine.settings", "weights"),
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "systems", "systems.base", "engine",

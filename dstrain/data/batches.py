@@ -121,7 +121,10 @@ class Batches:
         """Host batches, without what the workers reported along with them."""
         for count in itertools.count(1):
             start = time.perf_counter()
-            batch = next(reader, None)
+            try:
+                batch = next(reader, None)
+            except ValueError as error:              # from a worker it comes wrapped in the worker's traceback
+                raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
             if count == self.num_workers:  # they come in turn, so each worker runs
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start

@@ -49,7 +49,7 @@ class Checkpoints:
         self._engines = engines
         self._ema = ema
         self._system = system
-        self._report = report
+        self.report = report
         self._native = save.format == "deepspeed"
         self._failures = 0
 
@@ -61,7 +61,7 @@ class Checkpoints:
         steps = ranks.from_first(self.store.steps())
         if not steps:
             return 0
-        newest = self.store.newest(self._report)
+        newest = self.store.newest(self.report)
         if newest is None:
             raise ValueError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
                              "above, restore one, or begin anew with --from-scratch")
@@ -69,10 +69,10 @@ class Checkpoints:
         self.load(path)
         return step
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, last: bool = False) -> bool:
         """Writes a checkpoint of `step`, atomically; False, with a report, where it failed and training goes on.
 
-        OSError after three failures in a row: a run that can not save is a run that will be lost.
+        OSError after three failures in a row, and where the run ends with this one: it would be lost.
         """
         if not self._finite():
             raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
@@ -83,9 +83,10 @@ class Checkpoints:
             return True
         self._failures += 1
         if ranks.rank() == 0:
-            self._report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
-        if self._failures == 3:
-            raise OSError(f"three saves in a row have failed, the last because of: {self.store.error}")
+            self.report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
+        if last or self._failures == 3:
+            raise OSError(f"step {step} could not be saved: {self.store.error}. {self.store.folder} is whole: "
+                          "make room, and give the same command again")
         return False
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -170,6 +171,7 @@ class Checkpoints:
         buffers = _within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:
+                _same_names(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         masters.updates = counters["updates"]
         engine.skipped_steps = counters["skipped"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import ranks
-from dstrain.config import Run
+from dstrain.config import ConfigError, Run
 from dstrain.engine import prepare_environment
 from dstrain.engine.initial import constructed_weights, full_shape, initial_weights, resets
 from dstrain.engine.masters import Masters
@@ -39,7 +39,13 @@ def start() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.device())
     if not ranks.started():
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        try:
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+                raise
+            raise ConfigError(f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
+                              "the launcher another, deepspeed --master_port PORT ...") from None
         ranks.barrier()
         _unlink_buffers()
 

@@ -203,6 +203,9 @@ def _autos(value: Any, key: str) -> Iterator[str]:
 def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> Iterator[str]:
     """What does not go together, in DeepSpeed or with dstrain's own promises."""
     zero = settings.get("zero_optimization", {})
+    for name in ("bf16", "fp16"):
+        if not isinstance(settings.get(name, {}).get("enabled", False), bool):
+            yield f'"{name}.enabled" is {json.dumps(settings[name]["enabled"])}: write true or false'
     enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")]
     if len(enabled) == 2:
         yield '"bf16.enabled" and "fp16.enabled" are both true: keep one (bf16 needs no loss scale)'

@@ -132,6 +132,10 @@ class Store:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
+    def fault(self, step: int) -> str | None:
+        """Why a step does not verify, None when it does. Call on all ranks."""
+        return self._verify(step)
+
     def _verify(self, step: int) -> str | None:
         """Why a step does not verify, None when it does; each rank reads its share of the files."""
         path, found = self._path(step), (None, None)

@@ -176,6 +176,8 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
+    (folder / "run" / "saved").write_text("300")
+    (folder / "run" / "checkpoints" / "step_00000300").mkdir(parents=True)
     code, _, err = launch(["folder=run", "seed=7", "model.depth=7", "steps=2000"], monkeypatch, capsys)
     assert code == 2 and "seed was 0" in err and "model.depth was 6" in err and "--allow-change" in err and "steps" not in err
     assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
