@@ -27,7 +27,7 @@ def live(rank: int, port: int, folder: Path, last: int) -> None:
     trial = Trial(2, folder / "checkpoints")
     step = trial.saves.resume()
     if rank == 0:
-        (folder / "resumed").write_text(str(step))
+        put(folder / "resumed", step)
     for step in range(step, last):
         loss = trial.steps(step, step + 1)[0]
         if rank == 0:
@@ -35,7 +35,7 @@ def live(rank: int, port: int, folder: Path, last: int) -> None:
                 file.write(f"{step} {loss.hex()}\n")
         assert trial.saves.save(step + 1), trial.saves.store.error
         if rank == 0:
-            (folder / "saved").write_text(str(step + 1))
+            put(folder / "saved", step + 1)
     ranks.barrier()
 
 
@@ -51,8 +51,14 @@ def fork(rank: int, port: int, folder: Path, last: int) -> int:
         os._exit(code)
 
 
+def put(path: Path, value: int) -> None:
+    """Whole or not at all: the writer may be killed between any two calls."""
+    path.with_suffix(".new").write_text(str(value))
+    os.replace(path.with_suffix(".new"), path)
+
+
 def number(path: Path) -> int:
-    return int(path.read_text() or 0) if path.exists() else 0
+    return int(path.read_text()) if path.exists() else 0
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
@@ -63,17 +69,19 @@ def main(folder: Path, kills: int, seed: int) -> None:
         (folder / "resumed").unlink(missing_ok=True)
         port = free_port()
         pids = [fork(rank, port, folder, 10**6) for rank in (0, 1)]
-        end = time.monotonic() + 60
-        while not (folder / "resumed").exists() or number(folder / "saved") <= before:
-            assert time.monotonic() < end, "no progress after a kill"
-            time.sleep(0.005)
-        resumed = number(folder / "resumed")
-        assert before <= resumed <= before + 1, f"resumed at {resumed}, saved was {before}"
-        time.sleep(chance.uniform(0, 0.15))
-        for pid in chance.sample(pids, 2):
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        try:
+            end = time.monotonic() + 120
+            while not (folder / "resumed").exists() or number(folder / "saved") <= before:
+                assert time.monotonic() < end, "no progress after a kill"
+                time.sleep(0.005)
+            resumed = number(folder / "resumed")
+            assert before <= resumed <= before + 1, f"resumed at {resumed}, saved was {before}"
+            time.sleep(chance.uniform(0, 0.15))
+        finally:                                     # also where something was wrong: nobody lives on
+            for pid in chance.sample(pids, 2):
+                os.kill(pid, signal.SIGKILL)
+            for pid in pids:
+                os.waitpid(pid, 0)
     port, last = free_port(), number(folder / "saved") + 5
     pids = [fork(rank, port, folder, last) for rank in (0, 1)]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0], "the last life did not end well"
