@@ -63,6 +63,7 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
         network.to(device)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     batch = {name: tensor.to(device) for name, tensor in system.synthetic(micro).items()}
+    batch |= {"position": torch.arange(micro, device=device), "step": torch.zeros_like(batch["key"])}
     engines, ours = our_side(run, settings, system, Repeated(batch, accumulation))
     sides, flops = {"dstrain": ours}, 0
     if ranks.world() == 1 and len(system.parts) == 1:
@@ -101,7 +102,7 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
     """The rival's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
     (part, network), = system.networks().items()
     network.load_state_dict(dict(initial_weights(network, run.seed)), strict=False)
-    network.to(batch["key"].device)
+    network.to(batch["key"].device, memory_format=torch.channels_last if run.channels_last else torch.preserve_format)
     if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):
         for module in network.modules():
             if isinstance(module, system.blocks()):

@@ -200,6 +200,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     init_from: Path | None = None            # weights to start from: a published file or a run
     compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
+    channels_last: bool = False              # images enter the networks as NHWC, which GPUs convolve faster
     model: dict[str, Any] = Field(default_factory=dict)   # the system's own section: dstrain/systems/SYSTEM/config.py
     data: Data = Data()
     batch: BatchSize = BatchSize()

@@ -32,6 +32,15 @@ def keys_of_seeds(seeds: Tensor) -> Tensor:
     return _mix(_mix(seeds) ^ _SECOND)                                    # no key of `keys`, at any step
 
 
+def seed_torch(seed: int, step: int, micro: int) -> None:
+    """Seeds torch's generators for micro-batch `micro` of all the ranks' of a step: a network's dropout draws there.
+
+    A mask is thus a function of (seed, step, micro-batch): the same when resumed, and at another world size as long as
+    the micro-batch keeps its size. A keyed draw by sample would cost more than the layer that it thins.
+    """
+    torch.manual_seed(_mix_int(_mix_int(_mix_int(seed) + step) ^ _mix_int(micro + 1)))
+
+
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
     """Uniform float32 in [0, 1), a stream for each key: (B,) -> (B, *shape)."""
     return _unit(_hash(key, name, math.prod(shape))).reshape(len(key), *shape)

@@ -98,8 +98,8 @@ def gather(values: Tensor) -> Tensor:
     """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
     if world() == 1:
         return values
-    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(world())]
-    dist.all_gather(counts, torch.tensor([len(values)], dtype=torch.int64, device=values.device))
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
+    dist.all_gather(counts, torch.tensor([len(values)]), group=_control())      # on the host: no GPU is waited for
     longest = int(torch.stack(counts).max())
     padded = torch.cat((values, values.new_zeros((longest - len(values), *values.shape[1:]))))
     rows = [torch.empty_like(padded) for _ in range(world())]
@@ -123,3 +123,9 @@ def from_first(value: Any) -> Any:
     word = [value]
     dist.broadcast_object_list(word, src=0, group=_control())
     return word[0]
+
+
+def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (sum of b, ...), equal on all ranks."""
+    order = gather(positions).argsort()
+    return {name: gather(values)[order] for name, values in rows.items()}

@@ -5,12 +5,27 @@ which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dstrain import ranks
 from dstrain.systems.base import Batch, Nets, Request, System
+
+
+@contextmanager
+def resting(nets: Nets) -> Iterator[None]:
+    """The networks do not drop out inside, and are as before afterwards."""
+    modes = [(module, module.training) for net in nets.values() if isinstance(net, nn.Module)
+             for module in net.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @torch.no_grad()
@@ -26,7 +41,8 @@ def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[t
         part = Request(request.seeds[index].to(ranks.device()),
                        {name: value[index].to(ranks.device()) for name, value in request.conditions.items()},
                        request.num_steps, request.sampler, request.guidance_scale)
-        images = ranks.gather(system.sample(nets, part)).cpu()
+        with resting(nets):
+            images = ranks.gather(system.sample(nets, part)).cpu()
         numbers = begin + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
@@ -34,6 +50,20 @@ def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[t
 def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor:
     """All samples of a request at once: uint8 (N, C, H, W) on the CPU."""
     return torch.cat([images for _, images in draw(system, nets, request, chunk)])
+
+
+@torch.no_grad()
+def picture_all(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor]:
+    """The system's pictures of a batch that all ranks hold: uint8 (N, C, H, W) each, on the CPU of all ranks."""
+    found: dict[str, list[Tensor]] = {}
+    total, world = len(batch["key"]), ranks.world()
+    for begin in range(0, total, chunk * world):
+        index = (begin + ranks.rank() * chunk + torch.arange(chunk)) % total
+        mine = {name: values[index].to(ranks.device()) for name, values in batch.items() if name != "valid"}
+        with resting(nets):
+            for name, images in system.pictures(nets, system.encode(mine)).items():
+                found.setdefault(name, []).append(ranks.gather(images).cpu())
+    return {name: torch.cat(images)[:total] for name, images in found.items()}
 
 
 def class_columns(request: Request, most: int = 20) -> int | None:
@@ -55,7 +85,8 @@ def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, flo
     count = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         valid = batch.pop("valid")
-        terms = system.evaluate(nets, system.encode(batch))
+        with resting(nets):
+            terms = system.evaluate(nets, system.encode(batch))
         count += valid.sum().cpu()
         for name, values in terms.items():
             if values.shape == valid.shape and name != "quartile":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain import folders, ranks, systems
+from dstrain import draws, folders, ranks, systems
 from dstrain.config import Run
 from dstrain.clock import Clock
 from dstrain.data.batches import Batches, held_out
@@ -17,7 +17,7 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.settings import remarks
-from dstrain.sampling import class_columns, draw_all, score
+from dstrain.sampling import class_columns, draw_all, picture_all, score
 from dstrain.stops import Stops
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
@@ -79,11 +79,10 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             stop = ranks.agree(stops.requested())                 # a signal anywhere stops everyone together
             last = stop or done == run.steps
             if due(run.every.report, done) or last:
-                tracker.report(done, clock.figures(done) | engines.gradient_norms())
+                tracker.report(done, clock.figures(done) | engines.figures())
             if due(run.every.sample, done, last) and not stop:
                 with clock.paused():
-                    images, columns = grid_samples(run, system, engines, ema, micro)
-                    tracker.samples(done, images, columns=columns)
+                    show(run, system, engines, ema, unseen or source, micro, done, tracker)
             if unseen and due(run.every.evaluate, done, last) and not stop:
                 with clock.paused():
                     tracker.scores(done, held_out_scores(run, system, engines, ema, unseen, micro))
@@ -107,14 +106,22 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
 def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:
     """One optimizer step: every micro-batch, every network whose turn it is."""
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
-    for batch in batches.at(step):                                # batch["key"]: randomness belongs to a sample
+    seen: list[dict[str, Tensor]] = []
+    for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
+        draws.seed_torch(run.seed, step, micro * ranks.world() + ranks.rank())     # dropout is torch's own
         with torch.no_grad():
             example = system.encode(batch)                        # frozen encoders
         for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
             with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
-            tracker.add(part, {name: term.detach() for name, term in terms.items()})
+            terms = {name: term.detach() for name, term in terms.items()}
+            if kept := {name: terms.pop(name) for name in system.watched if name in terms}:
+                seen.append(kept | {"position": batch["position"]})
+            tracker.add(part, terms)
+    if seen:                                                      # what a system learns on the side, by all samples
+        rows = {name: torch.cat([kept[name] for kept in seen]) for name in seen[0]}
+        system.observe(ranks.in_order(rows.pop("position"), rows))
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
@@ -136,25 +143,37 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     return step
 
 
-def grid_samples(run: Run, system: System, engines: Engines, ema: EmaShadow, chunk: int) -> tuple[Tensor, int | None]:
-    """The grid of the recipe, from the EMA: the same seeds and conditions every time, uint8 (N, C, H, W); columns."""
+def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any, chunk: int, done: int,
+         tracker: Tracker) -> None:
+    """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     wanted = run.samples
-    seeds = wanted.seed + torch.arange(wanted.num)
-    request = Request(seeds, system.conditions(wanted.num, wanted.labels), wanted.num_steps, wanted.sampler,
-                      wanted.guidance_scale)
+    chunk = min(chunk, -(-wanted.num // ranks.world()))
+    shown: dict[str, Tensor] = {}
+    if system.starts_from_data:
+        shown = next(held_out(source, min(wanted.num, len(source)), seed=run.seed))           # the same on every rank
     with ema.swapped(wanted.ema):
-        images = draw_all(system, engines.modules, request, min(chunk, -(-wanted.num // ranks.world())))
-    return images, class_columns(request)
+        if system.generates:
+            num = len(shown["key"]) if shown else wanted.num
+            conditions = system.conditions(num, wanted.labels)
+            if shown:
+                conditions |= system.conditions_from(shown["image"]) | {name: shown[name] for name in conditions}
+            request = Request(wanted.seed + torch.arange(num), conditions, wanted.num_steps, wanted.sampler,
+                              wanted.guidance_scale)
+            images = draw_all(system, engines.modules, request, chunk)
+            tracker.samples(done, images, columns=class_columns(request))
+        if shown:
+            for name, images in picture_all(system, engines.modules, shown, chunk).items():
+                tracker.samples(done, images, name)
 
 
 def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
                     batch: int) -> dict[str, float]:
-    """Held-out means from the EMA and, as raw/..., from the training weights."""
+    """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights."""
     def means() -> dict[str, float]:
         return score(system, engines.modules, held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(),
                                                        run.seed))
     raw = {f"raw/{name}": value for name, value in means().items()}
-    with ema.swapped():
+    with ema.swapped(run.samples.ema):
         return means() | raw
 
 

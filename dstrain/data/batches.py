@@ -70,8 +70,8 @@ class Batches:
     def at(self, step: int) -> Iterator[Batch]:
         """The `accumulation` micro-batches of this rank at an optimizer step, on the device.
 
-        Each is {"image": uint8 (b, C, H, W), "label": int64 (b,), "key": int64 (b,), "position":
-        int64 (b,)}. Steps asked for in sequence run on; any other step restarts the workers there.
+        Each is {"image": uint8 (b, C, H, W)} and, int64 (b,), {"label", "key", "position", "step"}.
+        Steps asked for in sequence run on; any other step restarts the workers there.
         """
         if self._steps is not None and step >= self._steps:
             raise ValueError(f"step {step} lies beyond the last, {self._steps - 1}")
@@ -185,7 +185,8 @@ class _Stream:
             for name in _FLIPPED:
                 if name in batch:
                     batch[name][mirrored] = batch[name][mirrored].flip(-1)
-        return batch | {"key": key, "position": positions, _BAD: bad}
+        steps = torch.full_like(positions, step)
+        return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
 
 class _Positions:

@@ -50,6 +50,12 @@ def start() -> None:
         _unlink_buffers()
 
 
+def _channels_last(_network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Images as NHWC: what follows keeps the layout. The weights lie in ZeRO's flats and cannot."""
+    return tuple(x.contiguous(memory_format=torch.channels_last) if torch.is_tensor(x) and x.ndim == 4 else x
+                 for x in inputs)
+
+
 def _unlink_buffers() -> None:
     """On CPU DeepSpeed maps 69 MB of shared memory a rank and leaves them behind: once mapped, no name is needed."""
     if ranks.device().type == "cpu":
@@ -90,6 +96,8 @@ class Engines(Mapping[str, Any]):
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
         for part, network in self._build(networks, run.seed).items():
             constructed = constructed_weights(network)
+            if run.channels_last:
+                network.register_forward_pre_hook(_channels_last)
             if compiled:
                 for module in network.modules():
                     if isinstance(module, blocks):
@@ -208,8 +216,16 @@ class Engines(Mapping[str, Any]):
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr
 
-    def gradient_norms(self) -> dict[str, float]:
-        """Each part's gradient norm of the last step, before clipping, where it was computed: {"grad_norm": ...}."""
-        norms = {part: self._norms.get(part, engine.get_global_grad_norm()) for part, engine in self._engines.items()}
-        return {"grad_norm" if len(self) == 1 else f"{part}/grad_norm": float(norm)
-                for part, norm in norms.items() if norm is not None}
+    def figures(self) -> dict[str, float]:
+        """By part: grad_norm, of the last step before clipping, where it was computed; param_norm, of the fp32 weights;
+        loss_scale under fp16. Call on all ranks; it waits for the device, so only in a report.
+        """
+        found: dict[str, float] = {}
+        for part, engine in self._engines.items():
+            prefix = "" if len(self) == 1 else f"{part}/"
+            scaler = getattr(engine.optimizer, "loss_scaler", None)
+            values = {"grad_norm": self._norms.get(part, engine.get_global_grad_norm()),
+                      "param_norm": self.masters[part].norm(),
+                      "loss_scale": scaler.cur_scale if engine.fp16_enabled() else None}
+            found |= {prefix + name: float(value) for name, value in values.items() if value is not None}
+        return found

@@ -105,6 +105,13 @@ class Masters:
                 yield view
 
     @torch.no_grad()
+    def norm(self) -> float:
+        """The length of all weights as one vector, on all ranks together."""
+        squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
+        mine = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
+        return ranks.total(mine.to(ranks.device())).sqrt().item()                 # offloaded masters are on the host
+
+    @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Sets the masters from full weights by name; names that are not trained are passed over. Then `publish`."""
         mine: dict[str, list[tuple[Fragment, Tensor]]] = {}

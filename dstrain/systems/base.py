@@ -9,18 +9,20 @@ name to a DeepSpeed engine, or to a bare module in tests and sampling). All rand
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label and key int64 (B,), ...
+Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label int64 (B,), ..., and of each
+                              # sample key, position in the global batch and (in training) step, int64 (B,)
 Example = dict[str, Tensor]   # what a loss reads: x_start float32 (B, C, ...), conditions, key int64 (B,)
 Terms = dict[str, Tensor]     # "loss", the scalar to descend; all others detached, a scalar or one value a sample (B,):
                               # loss_each, the loss by sample; quartile, int64 0..3, by which these are split, too
 Nets = Mapping[str, Callable[..., Tensor]]
 Loss = Callable[[Nets, Example], Terms]
+Progress = Callable[[Iterable[int]], Iterable[int]]                   # tqdm and the like; `iter` shows nothing
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,17 @@ class System(ABC):
 
     parts: dict[str, Loss]                        # trained networks and their losses, in update order
     averaged: tuple[str, ...]                     # parts that have an EMA
+    watched: tuple[str, ...] = ()                 # terms by sample that `observe` sees after a step, and no report
+    generates: bool = True                        # whether there is a `sample`; an autoencoder has `pictures` alone
+    starts_from_data: bool = False                # whether samples or pictures need data: reconstruction, upsampling
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
         """Fresh modules, keys as `parts`; may run under deepspeed's zero.Init."""
 
-    @abstractmethod
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Draws uint8 images (N, C, H, W) from the request's seeds; every rank makes the same calls."""
+        raise ValueError(f"a {type(self).__name__} draws no samples")
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
@@ -69,6 +74,16 @@ class System(ABC):
         """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss."""
         return self.loss(next(iter(self.parts)), nets, example)
 
+    def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
+        """What launch/evaluate.py averages over held-out samples: values (B,), curves (B, K) such as bits by timestep.
+
+        `num_steps` shortens a chain, None takes the whole. By default the terms of `evaluate`.
+        """
+        return self.evaluate(nets, example)
+
+    def observe(self, seen: Terms) -> None:
+        """Learns from the `watched` terms of one step, (N,) each: of all ranks, in the order of the global batch."""
+
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Pictures beside the samples, uint8 (N, C, H, W) each: reconstructions and the like. By default none."""
         return {}
@@ -76,6 +91,13 @@ class System(ABC):
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
         return {}
+
+    def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
+        """Conditions that begin from pictures, uint8 (N, C, H, W): those of another run, or of the data.
+
+        ValueError: the system begins from noise, or the pictures do not fit.
+        """
+        raise ValueError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict from elsewhere as the part's network takes it, and what was changed in words.
