@@ -129,3 +129,14 @@ KEYS = [8841707400507832957, -4616330145664149646]
 KEYS_OF_SEEDS = [2902805962516761537, 4203286574363722061]
 UNIFORM = [0.043516457080841064, 0.6614988446235657]
 NORMAL = [[0.8026838302612305, -0.33899253606796265], [-1.9127699136734009, 0.8567013144493103]]
+
+
+def test_seed_of_dropout():
+    """Oracle: torch's own generator: the same place draws the same mask, every other place another one."""
+    def drawn(*place: int) -> float:
+        draws.seed_torch(*place)
+        return torch.rand((), dtype=torch.float64).item()
+
+    places = [(seed, step, micro) for seed in (0, 1, 2 ** 62) for step in (0, 1, 9) for micro in (0, 1, 7)]
+    found = [drawn(*place) for place in places]
+    assert found == [drawn(*place) for place in places] and len(set(found)) == len(places)

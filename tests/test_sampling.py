@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dstrain.data.batches import held_out
-from dstrain.sampling import class_columns, draw, draw_all, score
+from dstrain.sampling import class_columns, draw, draw_all, picture_all, resting, score
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from tests.support import gloo
 from tests.support.sources import Numbers
@@ -49,6 +49,9 @@ class Sums(System):
         values = torch.stack((tripled, label, request.seeds // 7, torch.full_like(label, told)), 1)
         return (values % 256).to(torch.uint8).view(-1, 1, 2, 2)
 
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        return {"tripled": nets["net"](example["x_start"]).to(torch.uint8).view(-1, 1, 1, 1)}
+
     def synthetic(self, batch_size: int) -> Batch:
         return {"label": torch.arange(batch_size), "key": torch.arange(batch_size)}
 
@@ -77,7 +80,8 @@ def together(rank: int) -> dict:
     """What one of two ranks draws and scores."""
     system, nets = Sums(), Sums().networks()
     result = {"scores": {size: score(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
-              "uneven": score(system, nets, uneven(rank)), "draws": {}}
+              "uneven": score(system, nets, uneven(rank)), "draws": {},
+              "pictures": {size: picture_all(system, nets, system.synthetic(size), 3) for size in SIZES}}
     for num, chunk in REQUESTS:
         system.calls = 0
         rounds = list(draw(system, nets, request(num), chunk))
@@ -205,3 +209,34 @@ def test_class_columns(labels, num, expected):
         columns = [set(label[column::found].tolist()) for column in range(found)]
         assert all(len(classes) == 1 for classes in columns) and len(set.union(*columns)) == found
     assert class_columns(Request(torch.arange(num))) is None
+
+
+# ------------------------------------------------------------------------------------------- pictures, and no dropout
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pictures_of_two_ranks(two, size):
+    """Oracle: 3 i for sample i, on both ranks, whatever was filled up to make equal calls."""
+    for found in two:
+        assert found["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
+
+
+def test_nothing_drops_out_in_evaluation():
+    """Oracle: the input itself, which a dropout of one half would hit; afterwards each module is as it was."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)).eval())
+    x = torch.ones(100)
+    with resting({"net": net, "engine": lambda x: x}):
+        assert torch.equal(net(x), x)
+    assert [module.training for module in net.modules()] == [True, True, False, False]
+    assert not torch.equal(net(x), x)
+    seen = []
+    net[0].register_forward_hook(lambda module, *_: seen.append(module.training))
+
+    class Dropping(Sums):
+        def evaluate(self, nets: Nets, example: Example) -> Terms:
+            return {"loss": nets["net"](example["x_start"][:, 0])}
+
+    dropping = Dropping()
+    assert score(dropping, {"net": net}, [batch | {"valid": batch["key"] >= 0} for batch in [dropping.synthetic(9)]])
+    draw_all(dropping, Sums().networks() | {"other": net}, request(2), 2)
+    assert seen == [False] and net.training

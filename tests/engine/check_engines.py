@@ -128,7 +128,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         "ema": [furthest(gathered(masters, shadow.flats["tiny"][decay]), naive[decay]) for decay in EMA.decays],
         "swapped": swaps, "applied": all(applied), "updates": masters.updates,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
-        "norm": engines.figures()["grad_norm"], "true_norm": norm}
+        "norm": engines.figures()["grad_norm"], "true_norm": norm, "param_norm": engines.figures()["param_norm"],
+        "true_param_norm": torch.cat([weight.double().flatten() for weight in
+                                      gathered(masters, masters.flats).values()]).norm().item()}
     # A gradient that is not finite, on one rank only: nothing moves, anywhere.
     flats = [flat.detach().clone() for flat in masters.flats]
     with engines.turn("tiny") as nets:

@@ -55,6 +55,10 @@ class TestEveryCase:
         """Oracle: the bits before a gradient that was infinite on one rank only: weights, average and count stay."""
         assert figures[case]["skipped"] == {"said": True, "updates": 6, "weights": True, "ema": True}
 
+    def test_parameter_norm(self, figures, case):
+        """Oracle: torch's norm of all gathered fp32 weights, each counted once."""
+        assert figures[case]["param_norm"] == pytest.approx(figures[case]["true_param_norm"], rel=1e-6)
+
     def test_gradient_norm(self, figures, case):
         """Oracle: torch's norm of the whole batch's gradient at the same step, before clipping."""
         assert figures[case]["norm"] == pytest.approx(figures[case]["true_norm"], rel=1e-5 if "fp32" in case else 0.02)

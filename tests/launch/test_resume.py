@@ -1,10 +1,7 @@
 """Runs that are killed, stopped and started again, through the real launcher and in fresh processes."""
 
-import json
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,87 +10,11 @@ import torch
 from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.store import manifest
-from tests.support.launch import ROOT, command, environment
+from tests.support.launch import command
+from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
+                                train, wait_for, wait_for_end)
 
 pytestmark = pytest.mark.slow
-RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
-STEPS = 60
-
-
-def ds_config(folder: Path, stage: int) -> Path:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage, "sub_group_size": 5000}}))
-    return path
-
-
-def train(folder: Path, stage: int, *overrides: str, num: int = 2) -> list[str]:
-    return command("launch/train.py", "--recipe", RECIPE, "--ds_config", ds_config(folder.parent, stage),
-                   f"folder={folder}", *overrides, num=num)
-
-
-def finish(words: list[str], code: int = 0) -> str:
-    done = subprocess.run(words, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          stdin=subprocess.DEVNULL, timeout=300)
-    assert done.returncode == code, done.stdout[-6000:]
-    return done.stdout
-
-
-def begin(words: list[str], log: Path) -> subprocess.Popen:
-    return subprocess.Popen(words, env=environment(), stdout=open(log, "w"), stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, f"the run ended before {path.name} was there"
-        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
-        time.sleep(0.005)
-
-
-def members(group: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == group and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def ranks_of(group: int) -> list[int]:
-    return [pid for pid in members(group) if b"--local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            and b"deepspeed.launcher" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-            and b"launch/train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def wait_for_end(group: int, seconds: float = 40) -> None:
-    end = time.monotonic() + seconds
-    while members(group):
-        assert time.monotonic() < end, f"{members(group)} live on"
-        time.sleep(0.1)
-
-
-def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
-
-
-def files(folder: Path, step: int) -> dict:
-    """Sizes and hashes of a checkpoint: weights, moments, averages, counters."""
-    return manifest(folder / "checkpoints" / f"step_{step:08d}")["files"]
-
-
-def assert_equal_runs(a: Path, b: Path, step: int = STEPS) -> None:
-    assert files(a, step) == files(b, step)
-    assert metrics(a) == metrics(b)
-    for picture in sorted((a / "samples").iterdir()):
-        assert picture.read_bytes() == (b / "samples" / picture.name).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +36,7 @@ def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run: after kill -9 the same command ends with the same bits of everything."""
     folder = undisturbed(stage)
     killed = folder.parent / "killed"
-    process = begin(train(killed, stage), folder.parent / "killed.log")
-    wait_for(killed / "checkpoints" / "step_00000020", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_for_end(process.pid)                    # also what the launcher put elsewhere: loader processes
+    kill_in_the_middle(train(killed, stage), killed, 20)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
     finish(train(killed, stage))
     assert_equal_runs(folder, killed)
