@@ -258,7 +258,10 @@ def _data_and_folder(run: Run, options: Options) -> list[str]:
     from dstrain.data.sources import open_sources
 
     try:
-        source, _ = open_sources(run.data)
+        source, unseen = open_sources(run.data)
+        if run.save.best and unseen is None:
+            return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
+                    "data.held_out_path"]
         there, known = len(source.classes), run.model.get("num_classes")
         if known is not None and there > known:
             return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "

@@ -161,6 +161,7 @@ class Save(Section):
     format: Literal["fragments", "deepspeed"] = "fragments"
     keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
     keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
+    best: bool = False                       # also save and keep the step of the lowest held-out loss of the EMA
 
 
 class Samples(Section):
@@ -228,5 +229,6 @@ class Run(Section):
         _refuse(
             (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
              "them, or add it to ema.decays"),
+            (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),
         )
         return self

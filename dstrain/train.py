@@ -83,12 +83,16 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             if due(run.every.sample, done, last) and not stop:
                 with clock.paused():
                     show(run, system, engines, ema, unseen or source, micro, done, tracker)
+            score, best = None, False
             if unseen and due(run.every.evaluate, done, last) and not stop:
                 with clock.paused():
-                    tracker.scores(done, held_out_scores(run, system, engines, ema, unseen, micro))
-            if due(run.every.save, done) or last:
+                    scores = held_out_scores(run, system, engines, ema, unseen, micro)
+                    tracker.scores(done, scores)
+                    score = scores["loss"] if run.save.best else None
+                    best = score is not None and saves.improves(score)
+            if due(run.every.save, done) or last or best:
                 with clock.paused():
-                    if saves.save(done, last):
+                    if saves.save(done, last, score):
                         saved = done
                         if ranks.rank() == 0:
                             folders.note_saved(folder, done)

@@ -69,8 +69,10 @@ class Checkpoints:
         self.load(path)
         return step
 
-    def save(self, step: int, last: bool = False) -> bool:
+    def save(self, step: int, last: bool = False, score: float | None = None) -> bool:
         """Writes a checkpoint of `step`, atomically; False, with a report, where it failed and training goes on.
+
+        The one of the lowest score is kept until another is better.
 
         OSError after three failures in a row, and where the run ends with this one: it would be lost.
         """
@@ -78,7 +80,7 @@ class Checkpoints:
             raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
                                      f"{self.store.folder} holds earlier ones that are. Lower optimizer.lr or set "
                                      "optimizer.clip")
-        if self.store.save(step, self._write, extra={"step": step}, need_bytes=self._bytes()):
+        if self.store.save(step, self._write, extra={"score": score}, need_bytes=self._bytes()):
             self._failures = 0
             return True
         self._failures += 1
@@ -88,6 +90,11 @@ class Checkpoints:
             raise OSError(f"step {step} could not be saved: {self.store.error}. {self.store.folder} is whole: "
                           "make room, and give the same command again")
         return False
+
+    def improves(self, score: float) -> bool:
+        """Whether a score lies below that of the best checkpoint so far."""
+        best = ranks.from_first(self.store.best())
+        return best is None or score < best[1]
 
     # ------------------------------------------------------------------------------------------------------- writing
 

@@ -3,7 +3,7 @@
     FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
     FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
     FOLDER/newest               a hint for people and scripts; resume does not trust it
-    FOLDER/best                 the step that `protect` named
+    FOLDER/best                 likewise a hint: the step of the lowest score in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is
 never written again. Every method but steps() is called on all ranks and ends alike on all of them,
@@ -29,7 +29,7 @@ _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
 
 class Store:
-    """Checkpoints in `folder`: the newest `keep`, multiples of `keep_every` and the protected one.
+    """Checkpoints in `folder`: the newest `keep`, multiples of `keep_every` and the best one.
 
     After a call that did not succeed `error` says why, on all ranks.
     """
@@ -84,7 +84,8 @@ class Store:
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all, as it
         is after any fault here; older checkpoints stay as they are. `extra`: a small value for
-        manifest(path)["extra"], rank 0's.
+        manifest(path)["extra"], rank 0's;
+        its "score", where there is one, decides which checkpoint is the best: the lowest.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(ranks.objects(failed))
@@ -102,9 +103,17 @@ class Store:
         self._on_first(self._delete_outdated)                # takes nothing from what is saved
         return True
 
-    def protect(self, step: int) -> None:
-        """Keeps `step` until another is protected: the best one."""
-        self._on_first(lambda: self._point("best", step))
+    def best(self) -> tuple[int, float] | None:
+        """The step of the lowest extra["score"], the first where some are equal, and that score."""
+        scored = []
+        for step in self.steps():
+            try:
+                score = manifest(self._path(step))["extra"].get("score")
+            except (OSError, ValueError):
+                continue
+            if score is not None and step not in self.damaged:
+                scored.append((score, step))
+        return min(scored)[::-1] if scored else None
 
     # ---------------------------------------------------------------------------------- reading
 
@@ -188,9 +197,10 @@ class Store:
         replace(self.folder / pointer, f"{self._path(step).name}\n")
 
     def _delete_outdated(self) -> None:
-        best = self.folder / "best"
-        protected = int(best.read_text()[5:]) if best.is_file() else None
-        for step in _outdated(self.steps(), self.keep, self.keep_every, protected, self.damaged):
+        best = self.best()
+        if best:
+            self._point("best", best[0])
+        for step in _outdated(self.steps(), self.keep, self.keep_every, best and best[0], self.damaged):
             gone = self._path(step, ".gone.tmp")             # half a folder must not bear the name
             os.rename(self._path(step), gone)
         for gone in self.folder.glob("step_*.tmp"):

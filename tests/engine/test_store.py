@@ -169,32 +169,35 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
     assert store.newest(lambda text: None) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(gaps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
        keep=st.integers(2, 4),
        keep_every=st.sampled_from([0, 5, 8]),
-       best=st.integers(0, 11),
+       scores=st.lists(st.sampled_from([None, 1.0, 2.0, 3.0, 0.5]), min_size=12, max_size=12),
        damage=st.sets(st.integers(0, 11)))
-def test_what_is_kept(gaps, keep, keep_every, best, damage):
-    """Oracle: the rule (newest keep, multiples, protected) counted beside the store, over drawn gaps and damage."""
+def test_what_is_kept(gaps, keep, keep_every, scores, damage):
+    """Oracle: the rule (newest keep, multiples, lowest score) counted beside the store, over drawn gaps and damage."""
     with TemporaryDirectory() as folder:
-        store, step, saved, broken, protected = Store(folder, keep, keep_every), 0, [], set(), None
+        store, step, saved, broken, scored = Store(folder, keep, keep_every), 0, [], set(), {}
         for i, gap in enumerate(gaps):
             step += gap
-            save(store, step)
+            assert store.save(step, write(step), {"score": scores[i]}), store.error
             saved.append(step)
+            if scores[i] is not None:
+                scored[step] = scores[i]
             whole_steps = [s for s in saved if s not in broken]
+            best = min((s for s in whole_steps if s in scored), key=lambda s: (scored[s], s), default=None)
             expected = {
                 *whole_steps[-keep:],
                 *(s for s in whole_steps if keep_every and s % keep_every == 0)
-            }
-            assert set(store.steps()) == expected | ({protected} & set(saved))
-            if i == best:
-                store.protect(step)
-                protected = step
-            if i in damage and step != protected:
+            } | ({best} - {None})
+            assert set(store.steps()) == expected
+            assert store.best() == (None if best is None else (best, scored[best]))
+            assert best is None or (store.folder / "best").read_text() == f"step_{best:08d}\n"
+            if i in damage:
                 (store.folder / f"step_{step:08d}" / NAMES[1]).unlink()
                 broken.add(step)
+                scored.pop(step, None)
                 store.newest(lambda text: None)
         fine = [s for s in saved if s not in broken and s in store.steps()]
         assert (store.newest(lambda text: None) or [None])[0] == (fine[-1] if fine else None)
