@@ -174,6 +174,17 @@ def labels(text: str) -> tuple[int, ...]:
     return tuple(count(word.strip()) for word in text.split(","))
 
 
+def lines(text: str) -> tuple[str, ...]:
+    """The lines of a text file that are not empty."""
+    try:
+        found = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {error}") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} holds no line of text")
+    return found
+
+
 def describe(job: Job) -> str:
     """The whole recipe and the DeepSpeed settings, each in its own language."""
     return f"# recipe\n{recipe.dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"

@@ -1,6 +1,11 @@
-"""Pictures from a trained run: PNGs, a grid, and the .npz that ADM's evaluation reads."""
+"""What a trained run draws: PNGs, a grid and the .npz that ADM's evaluation reads; or embeddings as one .npy.
 
+Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +14,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dstrain import ranks, systems
+from dstrain import draws, ranks, runs, systems
 from dstrain.config import ConfigError, Run
-from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.store import Store
-from dstrain.recipe import load
-from dstrain.sampling import class_columns, draw
+from dstrain.data.pixels import read_pictures
+from dstrain.sampling import class_columns, draw, draw_all
 from dstrain.systems.base import Request, System
-from dstrain.track.pictures import grid, save_png
-from dstrain.weights import checkpoint_kind, whole
+from dstrain.track.pictures import Album, grid, save_png
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Order:
     folder: Path                               # of the run
     num: int = 16
     labels: tuple[int, ...] | None = None      # repeated to num; None: every class in turn
+    prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
     num_steps: int | None = None               # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
@@ -34,107 +37,178 @@ class Order:
     ema: float | None = None                   # decay; None: the run's choice
     raw: bool = False                          # the training weights instead of an average
     step: int | None = None                    # checkpoint; None: the newest whole one
+    then: tuple[Path, ...] = ()                # runs that go on from the pictures, each by its own choices
+    low_res: Path | None = None                # pictures that the first run begins from: a folder, or an .npz
     batch: int = 16                            # pictures of one rank at a time
-    out: Path | None = None                    # None: FOLDER/generated
+    out: Path | None = None                    # None: FOLDER/generated, of the last run
     pngs: bool = True                          # one file for each picture, beside the grid and the .npz
+
+
+Opened = tuple[Path, Run, System]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run that is ready to draw."""
+
+    folder: Path
+    run: Run
+    system: System
+    networks: dict[str, nn.Module]
 
 
 def generate(order: Order) -> Path:
     """Draws and writes what is ordered, on all ranks together; the folder it wrote. ConfigError: what cannot be."""
-    run = load(_recipe(order.folder))
-    system = systems.build(run.system, run.model)
-    checkpoint = _checkpoint(order)
-    networks = _networks(system, checkpoint, order, run)
-    request = _request(order, run, system)
+    first, *then = (_systems(order.folder), *map(_systems, order.then))
+    given = _begin(order, first, then)
+    stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
+    request = _request(order, stages[0].run, stages[0].system, given)
     out = ranks.from_first(_out(order) if ranks.rank() == 0 else None)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
     ranks.barrier()
-    kept: list[Tensor] = []
-    with tqdm(total=order.num, unit="picture", disable=ranks.rank() != 0) as bar:
-        for numbers, images in draw(system, networks, request, min(order.batch, order.num)):
-            for number, image in zip(numbers.tolist(), images) if order.pngs else ():
-                if number % ranks.world() == ranks.rank():
-                    save_png(out / f"{order.seed + number:06d}.png", image.permute(1, 2, 0).numpy())
-            if ranks.rank() == 0:
-                kept.append(images)
+    with tqdm(total=order.num, unit="sample", disable=ranks.rank() != 0) as bar:
+        rounds = _drawn(stages, order, request)
+        numbers, samples = next(rounds)
+        keep = _Pictures(out, order, request) if samples.dtype == torch.uint8 else _Embeddings(out, order)
+        while numbers is not None:
+            keep.add(numbers, samples)
             bar.update(len(numbers))
-    if ranks.rank() == 0:
-        pictures = torch.cat(kept)
-        save_png(out / "grid.png", grid(pictures[:256], class_columns(request)))
-        _save_npz(out, pictures)
+            numbers, samples = next(rounds, (None, None))
+    keep.close()
     ranks.barrier()
     return out
 
 
+# ----------------------------------------------------------------------------------------------------------- the runs
+
+
+def _systems(folder: Path) -> Opened:
+    run = runs.read(folder)
+    system = systems.build(run.system, run.model)
+    if type(system).sample is System.sample:
+        raise ConfigError(f"{folder} trains {run.system}, which draws nothing: what it shows is in {folder}/samples")
+    return folder, run, system
+
+
+def _stage(folder: Path, run: Run, system: System, step: int | None = None, ema: float | None = None,
+           raw: bool = False) -> Stage:
+    checkpoint = runs.checkpoint(folder, step)
+    kinds = runs.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    dtype = torch.bfloat16 if ranks.device().type == "cuda" else torch.float32
+    return Stage(folder, run, system, runs.networks(system, checkpoint, kinds, dtype))
+
+
+def _begin(order: Order, first: Opened, then: list[Opened]) -> Tensor | None:
+    """The pictures that the first run begins from, where it does: uint8 (N, C, h, w). ConfigError: broken chains."""
+    folder, run, system = first
+    if system.starts_from_data and order.low_res is None:
+        raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
+                          f"them from another run, launch/generate.py RUN --then {folder}")
+    if order.low_res is not None and not system.starts_from_data:
+        raise ConfigError(f"--low-res {order.low_res}: {folder} begins from noise and takes no pictures; leave it out")
+    for folder, _, system in then:
+        if not system.starts_from_data:
+            raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
+    return None if order.low_res is None else read_pictures(order.low_res, run.data.channels)
+
+
+def _request(order: Order, run: Run, system: System, given: Tensor | None) -> Request:
+    wanted = run.samples
+
+    def choice(asked: Any, own: Any) -> Any:
+        return own if asked is None else asked
+
+    if order.prompts is not None:
+        if type(system).conditions_from_texts is System.conditions_from_texts:
+            raise ConfigError(f"--prompts: {order.folder} trains {run.system}, which takes no texts; leave it out")
+        conditions = system.conditions_from_texts([*islice(cycle(order.prompts), order.num)])
+    else:
+        conditions = system.conditions(order.num, choice(order.labels, wanted.labels))
+    if given is not None:
+        conditions |= system.conditions_from(given[torch.arange(order.num) % len(given)])
+    return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
+                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale))
+
+
+def _drawn(stages: list[Stage], order: Order, request: Request) -> Iterator[tuple[Tensor, Tensor]]:
+    """(numbers, samples) of each round, carried through all stages."""
+    chunk = min(order.batch, order.num)
+    first, *then = stages
+    for numbers, samples in draw(first.system, first.networks, request, chunk):
+        seeds = request.seeds[numbers]
+        for stage in then:
+            wanted = stage.run.samples
+            # Other seeds than the first run's: its noise is what the pictures were made of.
+            seeds = draws.keys_of_seeds(seeds)
+            conditions = stage.system.conditions(order.num, order.labels if "label" in request.conditions else None)
+            conditions = {name: values[numbers] for name, values in conditions.items()}
+            conditions |= stage.system.conditions_from(samples)
+            samples = draw_all(stage.system, stage.networks, Request(
+                seeds, conditions, wanted.num_steps, wanted.sampler, wanted.guidance_scale), chunk)
+        yield numbers, samples
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+class _Pictures:
+    """PNGs, a grid of the first 256, and the .npz, written as they come."""
+
+    def __init__(self, out: Path, order: Order, request: Request) -> None:
+        self.out, self.order, self.columns = out, order, class_columns(request)
+        self.first: list[Tensor] = []
+        self.album: Album | None = None
+
+    def add(self, numbers: Tensor, images: Tensor) -> None:
+        for number, image in zip(numbers.tolist(), images) if self.order.pngs else ():
+            if number % ranks.world() == ranks.rank():
+                save_png(self.out / f"{self.order.seed + number:06d}.png", image.permute(1, 2, 0).numpy())
+        if ranks.rank() == 0:
+            if sum(map(len, self.first)) < 256:
+                self.first.append(images)
+            # The layout of ADM's evaluator: uint8 (N, H, W, 3), grey repeated.
+            array = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
+            self.album = self.album or Album(self.out, (self.order.num, *array.shape[1:]))
+            self.album.add(array)
+
+    def close(self) -> None:
+        if ranks.rank() == 0:
+            save_png(self.out / "grid.png", grid(torch.cat(self.first)[:256], self.columns))
+            self.album.close()
+
+
+class _Embeddings:
+    """embeddings.npy float32 (N, D), and the texts that they were drawn for."""
+
+    def __init__(self, out: Path, order: Order) -> None:
+        self.out, self.order, self.rows = out, order, []
+
+    def add(self, numbers: Tensor, embeddings: Tensor) -> None:
+        self.rows.append(embeddings)
+
+    def close(self) -> None:
+        if ranks.rank() == 0:
+            np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
+            if self.order.prompts:
+                texts = islice(cycle(self.order.prompts), self.order.num)
+                (self.out / "prompts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+
+
 def _out(order: Order) -> Path:
-    """The folder to write into: the one asked for, or the first of generated, generated_2, ... without pictures."""
+    """The folder to write into: the one asked for, or the first of generated, generated_2, ... that is unused."""
     def used(path: Path) -> bool:
-        return path.is_dir() and any(path.glob("samples_*.npz"))
+        return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
 
     if order.out is not None:
         if used(order.out):
             raise ConfigError(f"--out {order.out} holds pictures of another order: name another folder, or empty it")
         return order.out
-    number, path = 1, order.folder / "generated"
+    parent = (order.folder, *order.then)[-1]
+    number, path = 1, parent / "generated"
     while used(path):
         number += 1
-        path = order.folder / f"generated_{number}"
+        path = parent / f"generated_{number}"
     return path
-
-
-def _recipe(folder: Path) -> Path:
-    if not (folder / "run.yaml").exists():
-        raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
-                          "example runs/dit-small")
-    return folder / "run.yaml"
-
-
-def _checkpoint(order: Order) -> Path:
-    store = Store(order.folder / "checkpoints")
-    if order.step is not None:
-        if order.step not in store.steps():
-            there = ", ".join(map(str, store.steps())) or "none"
-            raise ConfigError(f"--checkpoint {order.step}: {order.folder} holds no checkpoint of that step; it holds "
-                              f"{there}")
-        return whole(store.folder / f"step_{order.step:08d}")
-    newest = store.newest()
-    if newest is None:
-        raise ConfigError(f"{order.folder} holds no whole checkpoint yet: train first")
-    return newest[1]
-
-
-def _networks(system: System, checkpoint: Path, order: Order, run: Run) -> dict[str, nn.Module]:
-    """The system's networks with the weights asked for, on this rank's device; in bf16 where that is a GPU."""
-    dtype = torch.bfloat16 if ranks.device().type == "cuda" else torch.float32
-    networks = system.networks()
-    for part, network in networks.items():
-        kind = "master" if order.raw else checkpoint_kind(checkpoint, part, run.samples.ema if order.ema is None
-                                                          else order.ema) if part in system.averaged else "master"
-        network.load_state_dict(read_weights(checkpoint, part, kind))
-        buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-        network.to(ranks.device(), dtype).eval()
-        for name, buffer in network.named_buffers():                      # tables keep their own precision
-            buffer.data = buffers[name].to(ranks.device())
-    for network in system.frozen():
-        network.to(ranks.device())
-    return networks
-
-
-def _request(order: Order, run: Run, system: System) -> Request:
-    wanted = run.samples
-
-    def choice(given: Any, own: Any) -> Any:
-        return own if given is None else given
-
-    conditions = system.conditions(order.num, choice(order.labels, wanted.labels))
-    return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
-                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale))
-
-
-def _save_npz(out: Path, pictures: Tensor) -> None:
-    """`arr_0` uint8 (N, H, W, 3), the layout of ADM's evaluator; grey is repeated."""
-    array = pictures.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
-    np.savez(out / f"samples_{'x'.join(map(str, array.shape))}.npz", arr_0=array)

@@ -6,13 +6,16 @@ from pathlib import Path
 from dstrain import cli
 
 _HELP = """\
-Draws pictures from a trained run: PNGs, a grid, and an ADM-style .npz.
+Draws pictures from a trained run: PNGs, a grid, and an ADM-style .npz (embeddings: one .npy).
 
 usage:  [deepspeed] launch/generate.py RUN [options]
 
   RUN                   a run's folder, for example runs/dit-small
   --num-samples N       pictures (16)
   --labels 3,5,5        classes, repeated to as many (every class in turn)
+  --prompts FILE        texts, one a line, repeated to as many, for a run that takes them
+  --then RUN            go on from the pictures with another run, such as super-resolution; may be given again
+  --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of another order
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
   --sampler NAME        ddpm or ddim; euler or heun for flow matching (the run's)
@@ -25,6 +28,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
 
 examples:
   python launch/generate.py runs/dit-small --num-samples 40 --guidance-scale 4
+  python launch/generate.py runs/iddpm-small --then runs/iddpm-small-upsampler
   deepspeed launch/generate.py runs/dit-small --num-samples 50000 --labels 7 --no-pngs --batch 64
 """
 
@@ -36,6 +40,9 @@ def _order(argv: list[str] | None = None):
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
     parser.add_argument("--num-samples", "--num_samples", "--num", type=cli.positive, default=16, dest="num")
     parser.add_argument("--labels", type=cli.labels)
+    parser.add_argument("--prompts", type=cli.lines)
+    parser.add_argument("--then", type=Path, action="append", default=[])
+    parser.add_argument("--low-res", "--low_res", type=Path)
     parser.add_argument("--seed", type=cli.count, default=0)
     parser.add_argument("--steps", type=cli.positive, dest="num_steps")
     parser.add_argument("--sampler")
@@ -56,7 +63,7 @@ def _order(argv: list[str] | None = None):
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
     from dstrain.generate import Order
-    return Order(**words)
+    return Order(**words | {"then": tuple(words["then"])})
 
 
 def main() -> None:
@@ -67,7 +74,7 @@ def main() -> None:
         start()
     out = generate.generate(order)
     if ranks.rank() == 0:
-        print(f"{order.num} pictures in {out}")
+        print(f"{order.num} samples in {out}")
 
 
 if __name__ == "__main__":

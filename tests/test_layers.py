@@ -24,11 +24,12 @@ RULES = {
     "engine": ("config", "ranks", "recipe", "__version__"),
     "data": ("config", "ranks", "draws"), "track": ("config", "ranks"),
     "sampling": ("ranks", "systems.base"), "weights": ("engine.checkpoint", "engine.store", "systems.base"),
+    "runs": ("config", "ranks", "recipe", "engine.checkpoint", "engine.store", "systems.base", "weights"),
     "cli": (*BASE, "recipe", "systems", "folders", "data.sources", "engine.settings", "weights"),
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
-A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "systems", "systems.base", "engine",
-          "data", "track")
+A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "runs", "systems", "systems.base",
+          "engine", "data", "track", "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "plan", "bench")
 A_SCRIPT = ("cli", "ranks", "engine.engines", *VERBS)
 A_BENCH = (*A_SCRIPT, "data", "track")                            # launch/bench*.py time the inner parts by themselves
@@ -37,6 +38,7 @@ A_BENCH = (*A_SCRIPT, "data", "track")                            # launch/bench
 OWNERS = {
     "deepspeed": ("dstrain.engine",),
     "wandb": ("dstrain.track",),
+    "matplotlib": ("dstrain.track",),
     "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers"),
     "transformers": ("dstrain.encoders",),
 }

@@ -328,7 +328,7 @@ def test_generate_takes_what_it_is_told(trained, tmp_path, monkeypatch, capsys):
     def made(name: str, *words: object) -> np.ndarray:
         code, out, err = generate(trained, "--num", 5, "--steps", 2, "--out", tmp_path / name, *words,
                                   monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 0 and out == f"5 pictures in {tmp_path / name}\n", err
+        assert code == 0 and out == f"5 samples in {tmp_path / name}\n", err
         return np.load(tmp_path / name / "samples_5x32x32x3.npz")["arr_0"]
 
     plain = made("plain")

@@ -117,3 +117,35 @@ def to_tensor(image: Image.Image) -> Tensor:
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
+
+
+def read_pictures(path: Path, channels: int) -> Tensor:
+    """All pictures of a folder, in the order of their names, or `arr_0` of an .npz as launch/generate.py writes it.
+
+    uint8 (N, channels, H, W). ValueError: no such pictures, or of several sizes, with the remedy.
+    """
+    made = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
+    if made:                                          # launch/generate.py's own folder, which has a grid as well
+        path = made[-1]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        try:
+            sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
+            if len(set(sizes.values())) != 1:
+                raise ValueError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give some of one size")
+            return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
+        except OSError as error:
+            raise ValueError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            array = file["arr_0"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
+                         "launch/generate.py writes such a one") from None
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
+        raise ValueError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
+    pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
+    if channels == 1 and pictures.shape[1] == 3:
+        grey = (Image.fromarray(picture).convert("L") for picture in array)
+        return torch.stack([torch.from_numpy(np.array(picture))[None] for picture in grey])
+    return pictures.expand(-1, channels, -1, -1)

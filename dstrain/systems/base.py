@@ -42,7 +42,8 @@ class System(ABC):
     parts: dict[str, Loss]                        # trained networks and their losses, in update order
     averaged: tuple[str, ...]                     # parts that have an EMA
     watched: tuple[str, ...] = ()                 # terms by sample that `observe` sees after a step, and no report
-    generates: bool = True                        # whether there is a `sample`; an autoencoder has `pictures` alone
+    generates: bool = True                        # whether training draws grids of `sample`; an autoencoder shows its
+                                                  # `pictures` alone, embeddings are none
     starts_from_data: bool = False                # whether samples or pictures need data: reconstruction, upsampling
 
     @abstractmethod
@@ -50,7 +51,7 @@ class System(ABC):
         """Fresh modules, keys as `parts`; may run under deepspeed's zero.Init."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W) from the request's seeds; every rank makes the same calls."""
+        """Draws uint8 images (N, C, H, W), or float32 embeddings (N, D), from the request's seeds; ranks call alike."""
         raise ValueError(f"a {type(self).__name__} draws no samples")
 
     @abstractmethod
@@ -91,6 +92,10 @@ class System(ABC):
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
         return {}
+
+    def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        """Conditions for one sample for each text, (N, ...) each. ValueError: the system takes none."""
+        raise ValueError(f"a {type(self).__name__} takes no texts")
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Conditions that begin from pictures, uint8 (N, C, H, W): those of another run, or of the data.

@@ -2,6 +2,7 @@
 
 import math
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -53,3 +54,24 @@ def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+class Album:
+    """`arr_0` uint8 (N, H, W, C) in FOLDER/samples_NxHxWxC.npz, written piece by piece and named once it is whole."""
+
+    def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
+        self.path = folder / f"samples_{'x'.join(map(str, shape))}.npz"
+        self._tmp = folder / f".{self.path.name}.tmp"
+        self._zip = zipfile.ZipFile(self._tmp, "w")
+        self._member = self._zip.open("arr_0.npy", "w", force_zip64=True)
+        np.lib.format.write_array_header_1_0(
+            self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)})
+
+    def add(self, pictures: np.ndarray) -> None:
+        """The next pictures, uint8 (n, H, W, C)."""
+        self._member.write(np.ascontiguousarray(pictures).data)
+
+    def close(self) -> None:
+        self._member.close()
+        self._zip.close()
+        os.replace(self._tmp, self.path)

@@ -1,0 +1,63 @@
+"""What generate writes and reads: the .npz in pieces, pictures to begin from. Whole orders: tests/launch."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dstrain.data.pixels import read_pictures
+from dstrain.track.pictures import Album
+
+
+@pytest.fixture
+def pictures():
+    return np.random.default_rng(0).integers(0, 256, (7, 5, 5, 3), dtype=np.uint8)
+
+
+def test_album(tmp_path, pictures):
+    """Oracle: numpy reads what was put in, in pieces; there is no file of that name before the end."""
+    album = Album(tmp_path, pictures.shape)
+    for piece in (pictures[:3], pictures[3:4], pictures[4:]):
+        album.add(piece)
+        assert not list(tmp_path.glob("samples_*"))
+    album.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["samples_7x5x5x3.npz"]
+    assert np.array_equal(np.load(tmp_path / "samples_7x5x5x3.npz")["arr_0"], pictures)
+
+
+def test_pictures_of_an_npz(tmp_path, pictures):
+    """Oracle: numpy's own file; grey is Pillow's, and grey becomes three equal channels."""
+    np.savez(tmp_path / "a.npz", arr_0=pictures)
+    assert np.array_equal(read_pictures(tmp_path / "a.npz", 3).permute(0, 2, 3, 1).numpy(), pictures)
+    grey = read_pictures(tmp_path / "a.npz", 1)
+    assert grey.shape == (7, 1, 5, 5) and np.array_equal(grey[3, 0], np.array(Image.fromarray(pictures[3]).convert("L")))
+    np.savez(tmp_path / "b.npz", arr_0=pictures[..., :1])
+    three = read_pictures(tmp_path / "b.npz", 3)
+    assert three.shape == (7, 3, 5, 5) and torch.equal(three[:, 0], three[:, 2])
+
+
+def test_pictures_of_a_folder(tmp_path, pictures):
+    """Oracle: the pictures that were saved, by name; the folder of an order is read by its .npz, without the grid."""
+    for number in (2, 0, 1):
+        Image.fromarray(pictures[number]).save(tmp_path / f"{number:03}.png")
+    assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures[:3])
+    Image.new("RGB", (9, 9)).save(tmp_path / "grid.png")
+    with pytest.raises(ValueError, match="2 sizes"):
+        read_pictures(tmp_path, 3)
+    album = Album(tmp_path, pictures.shape)
+    album.add(pictures)
+    album.close()
+    assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK not a zip", None])
+def test_no_pictures(tmp_path, content):
+    """Oracle: a ValueError that names the path."""
+    path = tmp_path / "x.npz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="x.npz is no folder of pictures"):
+        read_pictures(path, 3)
+    np.savez(path, arr_0=np.zeros((3, 4), np.float32))
+    with pytest.raises(ValueError, match="pictures are uint8"):
+        read_pictures(path, 3)
