@@ -96,15 +96,30 @@ def total(values: Tensor) -> Tensor:
 
 def gather(values: Tensor) -> Tensor:
     """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
-    if world() == 1:
-        return values
+    return values if world() == 1 else _gather(values, _counts(len(values)))
+
+
+def _counts(mine: int) -> list[int]:
+    """Every rank's number of rows, told on the host, so that no GPU is waited for."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-    dist.all_gather(counts, torch.tensor([len(values)]), group=_control())      # on the host: no GPU is waited for
-    longest = int(torch.stack(counts).max())
-    padded = torch.cat((values, values.new_zeros((longest - len(values), *values.shape[1:]))))
+    dist.all_gather(counts, torch.tensor([mine]), group=_control())
+    return torch.cat(counts).tolist()
+
+
+def _gather(values: Tensor, counts: list[int]) -> Tensor:
+    padded = torch.cat((values, values.new_zeros((max(counts) - len(values), *values.shape[1:]))))
     rows = [torch.empty_like(padded) for _ in range(world())]
     dist.all_gather(rows, padded.contiguous())
-    return torch.cat([part[: int(count)] for part, count in zip(rows, counts)])
+    return torch.cat([part[:count] for part, count in zip(rows, counts)])
+
+
+def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (sum of b, ...), equal on all ranks."""
+    if world() > 1:
+        counts = _counts(len(positions))
+        positions, rows = _gather(positions, counts), {name: _gather(values, counts) for name, values in rows.items()}
+    order = positions.argsort()
+    return {name: values[order] for name, values in rows.items()}
 
 
 def objects(value: Any) -> list[Any]:
@@ -123,9 +138,3 @@ def from_first(value: Any) -> Any:
     word = [value]
     dist.broadcast_object_list(word, src=0, group=_control())
     return word[0]
-
-
-def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (sum of b, ...), equal on all ranks."""
-    order = gather(positions).argsort()
-    return {name: gather(values)[order] for name, values in rows.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.likelihood import discretized_log_likelihood, mean_flat, normal_kl
+from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean_flat, normal_kl
 
 Network = Callable[[Tensor, Tensor], Tensor]
 Noise = Callable[[int], Tensor]                   # the i-th draw, i = 0, 1, ...
@@ -61,7 +61,7 @@ class GaussianDiffusion:
         self.learns_variance = variance.startswith("learned")
         self.tables = _tables(betas.double(), prediction, variance)      # float64 (T,) each, on the CPU
         self._column = {name: k for k, name in enumerate(self.tables)}
-        self._stacked: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._stacked: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self._times: dict[torch.device, Tensor] = {}
 
     def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
@@ -93,14 +93,14 @@ class GaussianDiffusion:
                 if self.rescale_timesteps:
                     times = times.float() * (1000.0 / self.original_steps)
                 self._times[t.device] = times.to(t.device)
-        return self._times[t.device][t]
+        return self._times[t.device].index_select(0, t)
 
     # ------------------------------------------------------------------------------------------ q: from data to noise
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """x_t given x_start and eps. Equation 4 of DDPM."""
         signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
-        return torch.addcmul(signal * x_start, sigma, noise)
+        return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
@@ -148,16 +148,16 @@ class GaussianDiffusion:
         return one * x_t - other * prediction
 
     def eps_of(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The eps between x_start and x_t."""
-        one, other = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
-        return (one * x_t - x_start) / other
+        """The eps between x_start and x_t, also where nothing of x_start is left in x_t."""
+        signal, sigma = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        return (x_t - signal * x_start) / sigma
 
     def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
         if self.variance == "learned":
             return values
         if self.variance == "learned_range":      # Equation 15 of IDDPM, about the middle of the range
             middle, half = self._at(t, x_t, "range_middle", "range_half")
-            return torch.addcmul(middle, half, values)
+            return (half * values).add_(middle)
         return self._at(t, x_t, "fixed_log_variance")[0]
 
     # --------------------------------------------------------------------------------------------------------- losses
@@ -195,29 +195,29 @@ class GaussianDiffusion:
 
         where nothing cancels for small u, unlike in the difference of two log variances.
         """
-        gain, share = self._at(t, x_start, "mean_gain", "mean_gain_share")
+        share = self._at(t, x_start, "mean_gain_share")[0]
         ratio = self._log_ratio(values, x_start, t)                      # -u
-        rest = torch.addcmul(ratio, torch.expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
+        rest = torch.addcmul(ratio, expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
         kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
         if _readable(t):                          # on the CPU t may be read: the costly NLL only where it counts
-            first = (t == 0).nonzero().flatten()
-            if len(first):
-                nll = self._decoder_bound(error[first], gain[first], ratio[first], x_start[first], t[first])
+            if not t.all():
+                first = (t == 0).nonzero().flatten()
+                nll = self._decoder_bound(error[first], ratio[first], x_start[first], t[first])
                 kl = kl.index_copy(0, first, nll)
         else:                                     # on an accelerator: both for all samples, no look at t
-            kl = torch.where(t == 0, self._decoder_bound(error, gain, ratio, x_start, t), kl)
+            kl = torch.where(t == 0, self._decoder_bound(error, ratio, x_start, t), kl)
         return kl * (1 / math.log(2.0))
 
-    def _decoder_bound(self, error: Tensor, gain: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
+    def _decoder_bound(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
         """The decoder's NLL in nats (B,), meant for t = 0, where the posterior's mean is x_start."""
-        log_variance = self._at(t, x_start, "posterior_log_variance_clipped")[0] - ratio
+        gain, log_variance = self._at(t, x_start, "mean_gain", "posterior_log_variance_clipped")
+        log_variance = log_variance - ratio
         return mean_flat(-discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance))
 
     def _log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
         """Log of (posterior variance / p's), broadcastable to x."""
         if self.variance == "learned_range":
-            half = -self._at(t, x, "range_half")[0]
-            return torch.addcmul(half, half, values)
+            return (values + 1) * -self._at(t, x, "range_half")[0]
         return self._at(t, x, "posterior_log_variance_clipped")[0] - self._log_variance(values, x, t)
 
     def prior_bits(self, x_start: Tensor) -> Tensor:
@@ -253,16 +253,17 @@ class GaussianDiffusion:
 
     def _at(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
         """Columns `names` at the timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
-        rows = self._table(x)[t]                                                                  # (B, K)
-        shape = (len(t),) + (1,) * (x.ndim - 1)
-        return [rows[:, self._column[name]].view(shape) for name in names]
+        rows = self._table(x).index_select(0, t)                                                  # (B, K, 1, ...)
+        return [rows.select(1, self._column[name]) for name in names]
 
     def _table(self, x: Tensor) -> Tensor:
+        """All columns, shaped so that they broadcast along x: (T, K, 1, ...)."""
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
-        place = (x.device, dtype)
+        place = (x.device, dtype, x.ndim)
         if place not in self._stacked:
             with torch.inference_mode(False):
-                self._stacked[place] = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)
+                rows = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)
+                self._stacked[place] = rows.view(*rows.shape, *(1 for _ in x.shape[1:]))
         return self._stacked[place]
 
 

@@ -128,6 +128,17 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_expm1():
+    """Oracle: torch's own in float64; finite differences for both derivatives; infinities without a warning."""
+    x = torch.cat((torch.linspace(-90, 88, 1001), torch.logspace(-30, 0, 301), -torch.logspace(-30, 0, 301)))
+    torch.testing.assert_close(likelihood.expm1(x).double(), torch.expm1(x.double()), rtol=5e-7, atol=0)
+    ends = torch.tensor([-torch.inf, 1000.0, torch.inf, torch.nan])
+    assert torch.equal(likelihood.expm1(ends)[:3], torch.tensor([-1, torch.inf, torch.inf]))
+    assert bool(likelihood.expm1(ends)[3].isnan())
+    few = torch.tensor([-3.0, -1e-3, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(likelihood.expm1, few) and torch.autograd.gradgradcheck(likelihood.expm1, few)
+
+
 def test_discretized_likelihood_sums_to_one():
     """Oracle: the probabilities of all 256 levels sum to 1."""
     levels = torch.linspace(-1, 1, 256, dtype=torch.float64)[:, None]

@@ -1,10 +1,12 @@
 """Timestep samplers against the original's weights and against a history kept one loss at a time."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dstrain.diffusion import timesteps
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
 from tests.support import golden
 
@@ -99,3 +101,78 @@ def test_state():
     assert UniformSampler(4).state_dict() == {}
     with pytest.raises(ValueError, match="history"):
         UniformSampler(4).load_state_dict(sampler.state_dict())
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_losses_that_are_not_finite_are_padding(readable, monkeypatch):
+    """Oracle: the same batch without them; one of each kind, in every place of a ring that the batch overruns."""
+    monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+    with_them, without = filled(LossSecondMomentSampler(3, 4)), filled(LossSecondMomentSampler(3, 4))
+    t = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 1, 0, 2])
+    losses = torch.arange(1.0, 12.0)
+    for place, value in ((0, torch.nan), (3, torch.inf), (5, -torch.inf), (8, torch.nan), (10, torch.inf)):
+        losses[place] = value
+    with_them.observe(t, losses)
+    without.observe(t[losses.isfinite()], losses[losses.isfinite()])
+    for name, kept in without.state_dict().items():
+        assert torch.equal(with_them.state_dict()[name], kept)
+    with_them.observe(torch.tensor([1]), torch.tensor([torch.nan]))
+    assert torch.equal(with_them.probabilities(), without.probabilities())
+    assert bool(with_them.probabilities().isfinite().all())
+
+
+def test_accelerator_path_is_the_same(monkeypatch):
+    """Oracle: the path of the CPU, whose state is equal bit for bit, and whose timesteps are."""
+    generator = torch.Generator().manual_seed(0)
+    paths = {readable: LossSecondMomentSampler(50, 4) for readable in (True, False)}
+    for _ in range(12):
+        t = torch.randint(-1, 50, (200,), generator=generator)
+        losses, uniforms = (torch.rand(count, generator=generator) + 0.1 for count in (200, 2000))
+        losses[::17] = torch.nan
+        drawn = {}
+        for readable, sampler in paths.items():
+            monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+            sampler.observe(t, losses)
+            drawn[readable] = sampler.sample(uniforms % 1)
+        assert torch.equal(drawn[True][0], drawn[False][0])
+        torch.testing.assert_close(drawn[True][1], drawn[False][1], rtol=3e-7, atol=0)
+        for name, kept in paths[True].state_dict().items():
+            assert torch.equal(kept, paths[False].state_dict()[name])
+    assert int(paths[True].state_dict()["seen"].min()) > 8             # warm, and every ring has gone round
+
+
+@pytest.mark.parametrize("make", [lambda: UniformSampler(9), lambda: filled(LossSecondMomentSampler(9, 4))])
+def test_an_accelerator_is_never_waited_for(make):
+    """Oracle: the meta device, whose tensors hold no values: what reads one, or takes a shape from one, raises."""
+    sampler = make()
+    sampler.observe(torch.empty(20, dtype=torch.int64, device="meta"), torch.empty(20, device="meta"))
+    t, weights = sampler.sample(torch.empty(7, device="meta"))
+    assert t.device.type == weights.device.type == "meta" and t.dtype == torch.int64 and weights.shape == (7,)
+
+
+@pytest.mark.parametrize("num_timesteps", [1, 2, 40, 1000, 4000])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_large_draws_search_as_small_ones(num_timesteps, spread):
+    """Oracle: draws of one, which take a plain binary search; mass spread over timesteps evenly to extremely unevenly,
+    uniform numbers at random, at both ends, and on both sides of where timesteps end."""
+    draw = np.random.default_rng(0)
+    sampler = LossSecondMomentSampler(num_timesteps, 1)
+    losses = np.exp(spread * draw.standard_normal(num_timesteps))
+    sampler.observe(torch.arange(num_timesteps), torch.from_numpy(losses))
+    ends = sampler.probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
+    near = np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, 1), [0, 1 - 2 ** -24, 2 ** -30]])
+    uniforms = torch.from_numpy(np.concatenate([draw.random(1000, np.float32), near[near < 1].astype(np.float32)]))
+    t, weights = sampler.sample(uniforms)
+    assert torch.equal(t, torch.searchsorted(sampler.probabilities().cumsum(0)[:-1], uniforms.double(), right=True))
+    for i in range(0, len(t), 1 + len(t) // 200):
+        one, weight = sampler.sample(uniforms[i:i + 1])
+        assert one == t[i] and weight == weights[i]
+
+
+def test_no_uniform_number_is_rounded_up_to_the_end():
+    """Oracle: T - 1 at the float32 below 1, for every T to 2^14 and around every power of two to 2^24."""
+    last = torch.tensor([1 - 2 ** -24])
+    assert last.dtype == torch.float32 and last < 1
+    around = [2 ** power + step for power in range(14, 24) for step in (-1, 0, 1, 3)]
+    for num_timesteps in [*range(1, 2 ** 14), *around]:
+        assert UniformSampler(num_timesteps).sample(last)[0] == num_timesteps - 1

@@ -1,0 +1,272 @@
+"""The arithmetic around the network, ours against plain implementations in the original's manner, on this machine.
+
+    python launch/bench_diffusion.py [--rounds 60] [--only WORD]
+
+plain    as the original does it, written here by its definitions: float64 tables in numpy, uploaded and expanded for
+         every coefficient; the bound by mean and variance of both distributions, the decoder's likelihood of every
+         sample; a history that a loop with .item() fills; weights and numpy's choice anew for every draw
+ours     dstrain/diffusion; tests/diffusion/test_bench_diffusion.py shows that both sides say the same
+
+Timed in turn, A B A B, on one thread; given are the fastest and the median, as ratios plain / ours. Measured
+2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512) that other work kept busy, fastest:
+
+    q_sample              2.8 (2x3x64x64), 2.3 (8), 1.9 (32); 2.2 (32x3x32x32). Target 2.3. Ours passes twice over the
+                          data, plain three times; where memory is what is waited for that is all there is to gain, and
+                          one pass needs a compiler.
+    training_losses       5.3 (2x3x64x64), 8.6 (8), 19 (32); 8.2 (32x3x32x32). Target 5.
+      with its gradient   4.5 (2x3x64x64), 13 (8), 17 (32); 14 (32x3x32x32): a batch of two is mostly calls.
+    UniformSampler        29. Target 25. The uniform numbers themselves cost 0.08 ms for 2048 samples, since each
+                          belongs to its sample; with them the ratio is 1.9.
+    LossSecondMoment      observe 30 to 38 at T = 1000, 25 to 31 at T = 4000 (target 30), where the weights of all t
+                          are half of it; sample 7.2 and 7.6 after an update, 10 and 13 again (target 5).
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain import draws
+from dstrain.diffusion import schedule
+from dstrain.diffusion.gaussian import GaussianDiffusion
+from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
+
+# With these the allocator keeps its pages; without them page faults are what is measured.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
+               "MALLOC_TOP_PAD_": "268435456", "OMP_NUM_THREADS": "1"}
+STEPS = 1000                                      # of the chain whose losses are timed
+DRAWN = 2048                                      # timesteps in a draw or an update
+VARIED = 16                                       # inputs in turn, so that no branch is learned by heart
+Work = Callable[[int], object]                    # does the work on input number i
+
+
+def main() -> None:
+    """Parses the command line, measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60, help="pairs of timings of each line")
+    parser.add_argument("--only", default="", help="lines whose name contains this")
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, sys.orig_argv, os.environ | ENVIRONMENT)
+    torch.set_num_threads(1)
+    print(f"{'microseconds, and plain / ours':42}{'plain':>10}{'ours':>10}{'fastest':>10}{'median':>10}")
+    for name, plain, ours, before in lines():
+        if options.only in name:
+            seconds = timed(plain, ours, before, options.rounds)
+            one, other = (1e6 * min(side) for side in seconds)
+            middle = statistics.median(seconds[0]) / statistics.median(seconds[1])
+            print(f"{name:42}{one:10.1f}{other:10.1f}{one / other:10.2f}{middle:10.2f}", flush=True)
+
+
+def timed(plain: Work, ours: Work, before: Work, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each side on the same inputs, A B A B; `before` prepares input i and is not timed.
+
+    An untimed call goes before each timed one: what the other side has left in caches and in the allocator (thousands
+    of freed scalars after a loop of .item()) would else be paid for by the side that follows.
+    """
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(-3, rounds):
+        for side, work in zip(seconds, (plain, ours)):
+            work((number + 1) % VARIED)
+            before(number % VARIED)
+            start = time.perf_counter()
+            work(number % VARIED)
+            side.append(time.perf_counter() - start)
+    return seconds[0][3:], seconds[1][3:]
+
+
+def nothing(number: int) -> None:
+    """What comes before most lines."""
+
+
+def lines() -> Iterator[tuple[str, Work, Work, Work]]:
+    """(name, plain, ours, what comes before) of all that is timed."""
+    yield from losses()
+    yield from timesteps()
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+def problem(batch: int, size: int, seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """x_start (B, 3, S, S), VARIED timesteps (B,), noise, and (B, 6, S, S) as a network might say it, a leaf."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, 3, size, size)
+    x_start = torch.rand(shape, generator=generator) * 2 - 1
+    t = [torch.randint(0, STEPS, (batch,), generator=generator) for _ in range(VARIED)]
+    out = torch.randn(batch, 6, size, size, generator=generator)
+    out[:, 3:].tanh_()
+    return x_start, t, torch.randn(shape, generator=generator), out.requires_grad_()
+
+
+def losses() -> Iterator[tuple[str, Work, Work, Work]]:
+    """q_sample and the hybrid loss of a learned variance; the network is a constant, so that arithmetic is timed."""
+    betas = schedule.betas("cosine", STEPS)
+    plain, ours = PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
+    for batch, size in ((2, 64), (8, 64), (32, 64), (32, 32)):
+        x_start, t, noise, out = problem(batch, size)
+
+        def drawn(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+            return lambda i: chain.q_sample(x_start, t[i], noise)
+
+        def forward(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+            return lambda i: chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)
+
+        def both(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+            def work(i: int) -> None:
+                out.grad = None
+                chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)["loss"].mean().backward()
+            return work
+
+        shape = f"{batch}x3x{size}x{size}"
+        yield f"q_sample {shape}", drawn(plain), drawn(ours), nothing
+        yield f"training_losses {shape}", forward(plain), forward(ours), nothing
+        yield f"  with its gradient {shape}", both(plain), both(ours), nothing
+
+
+class PlainDiffusion:
+    """The hybrid loss by its definitions: float64 tables in numpy, brought over and expanded for every coefficient.
+
+    Predicts eps, variance in the learned range; the bound through mean and variance of both distributions, the
+    decoder's likelihood of every sample, then a choice by t. Scaled as rescaled_mse.
+    """
+
+    def __init__(self, betas: np.ndarray) -> None:
+        cumulative = np.cumprod(1 - betas)
+        before = np.append(1.0, cumulative[:-1])
+        variance = betas * (1 - before) / (1 - cumulative)
+        self.num_timesteps = len(betas)
+        self.signal, self.sigma = np.sqrt(cumulative), np.sqrt(1 - cumulative)
+        self.inverse, self.inverse_less = np.sqrt(1 / cumulative), np.sqrt(1 / cumulative - 1)
+        self.first = betas * np.sqrt(before) / (1 - cumulative)
+        self.second = (1 - before) * np.sqrt(1 - betas) / (1 - cumulative)
+        self.posterior_log = np.log(np.append(variance[1], variance[1:]))
+        self.beta_log = np.log(betas)
+
+    def at(self, table: np.ndarray, t: Tensor, like: Tensor) -> Tensor:
+        values = torch.from_numpy(table).to(t.device)[t].float()
+        while values.ndim < like.ndim:
+            values = values[..., None]
+        return values.expand(like.shape)
+
+    def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        return self.at(self.signal, t, x_start) * x_start + self.at(self.sigma, t, x_start) * noise
+
+    def posterior_mean(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        return self.at(self.first, t, x_t) * x_start + self.at(self.second, t, x_t) * x_t
+
+    def training_losses(self, network: Callable, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        x_t = self.q_sample(x_start, t, noise)
+        eps, values = network(x_t, t).split(x_t.shape[1], dim=1)
+        bound = self.bound(eps.detach(), values, x_start, x_t, t) * (self.num_timesteps / 1000)
+        mse = flat((noise - eps) ** 2)
+        return {"loss": mse + bound, "mse": mse, "vb": bound}
+
+    def bound(self, eps: Tensor, values: Tensor, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        true_mean, true_log = self.posterior_mean(x_start, x_t, t), self.at(self.posterior_log, t, x_t)
+        low, high = self.at(self.posterior_log, t, x_t), self.at(self.beta_log, t, x_t)
+        share = (values + 1) / 2
+        log = share * high + (1 - share) * low
+        predicted = self.at(self.inverse, t, x_t) * x_t - self.at(self.inverse_less, t, x_t) * eps
+        mean = self.posterior_mean(predicted, x_t, t)
+        kl = 0.5 * (-1.0 + log - true_log + torch.exp(true_log - log) + (true_mean - mean) ** 2 * torch.exp(-log))
+        nll = -self.likelihood(x_start, mean, 0.5 * log)
+        return torch.where(t == 0, flat(nll) / math.log(2), flat(kl) / math.log(2))
+
+    def likelihood(self, x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+        normal = lambda x: 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+        centered, sharpness = x - mean, torch.exp(-log_scale)
+        upper, lower = normal(sharpness * (centered + 1 / 255)), normal(sharpness * (centered - 1 / 255))
+        log_upper, log_rest = torch.log(upper.clamp(min=1e-12)), torch.log((1 - lower).clamp(min=1e-12))
+        log_middle = torch.log((upper - lower).clamp(min=1e-12))
+        return torch.where(x < -0.999, log_upper, torch.where(x > 0.999, log_rest, log_middle))
+
+
+def flat(values: Tensor) -> Tensor:
+    return values.mean(dim=list(range(1, values.ndim)))
+
+
+# ---------------------------------------------------------------------------------------------------------- timesteps
+
+def timesteps() -> Iterator[tuple[str, Work, Work, Work]]:
+    """Draws and updates of DRAWN timesteps; ours draws from uniform numbers that belong to the samples."""
+    keys = [draws.keys(0, step, torch.arange(DRAWN)) for step in range(VARIED)]
+    uniforms = [draws.uniform(key, "timestep") for key in keys]
+    even, even_ours = PlainUniform(STEPS), UniformSampler(STEPS)
+    yield (f"UniformSampler {DRAWN}", lambda i: even.sample(DRAWN), lambda i: even_ours.sample(uniforms[i]), nothing)
+    yield (f"  with its uniform numbers {DRAWN}", lambda i: even.sample(DRAWN),
+           lambda i: even_ours.sample(draws.uniform(keys[i], "timestep")), nothing)
+    for total in (1000, 4000):
+        yield from warm(total, uniforms)
+
+
+def warm(total: int, uniforms: list[Tensor]) -> Iterator[tuple[str, Work, Work, Work]]:
+    """The loss-aware sampler at `total` timesteps, its history full."""
+    plain, ours = PlainLossAware(total), LossSecondMomentSampler(total)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(ours.history_per_term):
+        losses = torch.rand(total, generator=generator) + 0.1
+        plain.observe(torch.arange(total), losses)
+        ours.observe(torch.arange(total), losses)
+    t = [ours.sample(numbers)[0] for numbers in uniforms]
+    seen = [torch.rand(DRAWN, generator=generator) + 0.1 for _ in uniforms]
+
+    def learn(i: int) -> None:
+        ours.observe(t[i], seen[i])
+
+    name = f"{DRAWN} of {total}"
+    yield f"LossSecondMoment observe {name}", lambda i: plain.observe(t[i], seen[i]), learn, nothing
+    yield f"  sample after an update {name}", lambda i: plain.sample(DRAWN), lambda i: ours.sample(uniforms[i]), learn
+    yield f"  sample again {name}", lambda i: plain.sample(DRAWN), lambda i: ours.sample(uniforms[i]), nothing
+
+
+class PlainUniform:
+    """Draws by numpy from weights that are normalized anew for every draw."""
+
+    def __init__(self, num_timesteps: int, seed: int = 0) -> None:
+        self.num_timesteps, self.random = num_timesteps, np.random.RandomState(seed)
+
+    def weights(self) -> np.ndarray:
+        return np.ones(self.num_timesteps)
+
+    def sample(self, count: int) -> tuple[Tensor, Tensor]:
+        weights = self.weights()
+        p = weights / np.sum(weights)
+        drawn = self.random.choice(len(p), size=(count,), p=p)
+        return torch.from_numpy(drawn).long(), torch.from_numpy(1 / (len(p) * p[drawn])).float()
+
+
+class PlainLossAware(PlainUniform):
+    """A history in numpy that a loop over the losses shifts along, and weights computed anew for every draw."""
+
+    def __init__(self, num_timesteps: int, history_per_term: int = 10, uniform_prob: float = 0.001) -> None:
+        super().__init__(num_timesteps)
+        self.history_per_term, self.uniform_prob = history_per_term, uniform_prob
+        self.history = np.zeros((num_timesteps, history_per_term))
+        self.counts = np.zeros(num_timesteps, dtype=int)
+
+    def observe(self, t: Tensor, losses: Tensor) -> None:
+        for step, loss in zip([one.item() for one in t], [one.item() for one in losses]):
+            if self.counts[step] == self.history_per_term:
+                self.history[step, :-1] = self.history[step, 1:]
+                self.history[step, -1] = loss
+            else:
+                self.history[step, self.counts[step]] = loss
+                self.counts[step] += 1
+
+    def weights(self) -> np.ndarray:
+        if not (self.counts == self.history_per_term).all():
+            return np.ones(self.num_timesteps)
+        weights = np.sqrt(np.mean(self.history ** 2, axis=1))
+        weights = weights / np.sum(weights)
+        return weights * (1 - self.uniform_prob) + self.uniform_prob / self.num_timesteps
+
+
+if __name__ == "__main__":
+    main()
