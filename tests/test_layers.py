@@ -29,17 +29,17 @@ RULES = {
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "runs", "systems", "systems.base",
-          "engine", "data", "track", "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "plan", "bench")
+          "engine", "data", "track", "encoders", "__version__")
+VERBS = ("train", "generate", "evaluate", "encode", "embed", "consolidate", "export", "plan", "bench")
 A_SCRIPT = ("cli", "ranks", "engine.engines", *VERBS)
-A_BENCH = (*A_SCRIPT, "data", "track")                            # launch/bench*.py time the inner parts by themselves
+A_BENCH = (*A_SCRIPT, "data", "diffusion", "draws", "track")      # launch/bench*.py time the inner parts by themselves
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
     "deepspeed": ("dstrain.engine",),
     "wandb": ("dstrain.track",),
     "matplotlib": ("dstrain.track",),
-    "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers"),
+    "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl"),
     "transformers": ("dstrain.encoders",),
 }
 

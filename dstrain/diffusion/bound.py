@@ -1,0 +1,31 @@
+"""The variational bound of data under a trained chain, as launch/evaluate.py averages it: in bits, by timestep.
+
+Notation as in gaussian.py; K timesteps are visited, all T of them or an evenly spaced choice.
+Source: Nichol & Dhariwal 2021, Equations 4 to 7; a shortened chain is their section 4.
+"""
+
+import torch
+from torch import Tensor
+
+from dstrain import draws
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
+
+
+def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, key: Tensor,
+                  num_steps: int | None = None, progress: Progress = iter) -> dict[str, Tensor]:
+    """What System.measure returns of pixels x_start (B, C, H, W) in [-1, 1], keyed by `key` int64 (B,).
+
+    total, prior (B,) and vb (B, K) in bits per dimension, total = prior + sum of vb; mse (of eps), x_start_mse (B, K);
+    timestep int64 (B, K), the timestep of the original chain that a column belongs to, ascending. K = num_steps, None
+    takes the whole chain. The noise of a sample is a function of its key and K: draw i, from the last timestep down, is
+    the stream bound/{i}. K calls of the network. ValueError: more steps than the chain has.
+    """
+    whole = diffusion.num_timesteps
+    if num_steps is not None and not 1 <= num_steps <= whole:
+        raise ValueError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
+    chain = diffusion if num_steps in (None, whole) else diffusion.respaced(str(num_steps))
+    noise = lambda i: draws.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
+    terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
+    terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}
+    timestep = torch.tensor(chain.timestep_map, device=x_start.device)
+    return {**terms, "timestep": timestep.expand(len(x_start), -1)}

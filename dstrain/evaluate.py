@@ -1,0 +1,308 @@
+"""Held-out figures of a trained run: bits/dim of the whole bound where the system has one, written as JSON and a plot.
+
+A figure is the mean over samples of what System.measure says. It is the same for any number of ranks and any batch
+size, up to the rounding of the networks: a sample's noise is its own, and sums are float64.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dstrain import __version__, ranks, runs, systems
+from dstrain.config import ConfigError, Run
+from dstrain.data.bad_files import BadSample
+from dstrain.data.batches import held_out
+from dstrain.data.images import open_images
+from dstrain.data.sources import open_sources
+from dstrain.engine.manifest import manifest, replace
+from dstrain.systems.base import System, Terms
+from dstrain.track import figures
+
+_LOOKED_AT = 8                                    # images of --data whose size and colours are checked
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to measure; None takes the run's own choice."""
+
+    folder: Path                                  # of the run
+    split: str | None = None                      # held_out or train; None: held_out
+    num: int | None = None                        # samples, evenly spaced over the split; None: all
+    num_steps: int | None = None                  # timesteps of a shortened chain; None: the whole chain
+    ema: float | None = None                      # decay; None: the run's choice
+    raw: bool = False                             # the training weights instead of an average
+    step: int | None = None                       # checkpoint; None: the newest whole one
+    batch: int = 32                               # samples of one rank at a time
+    data: str | None = None                       # another folder of images, all of it
+    bf16: bool = False                            # networks in bf16 instead of float32
+    out: Path | None = None                       # None: FOLDER/evaluation
+
+
+def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
+    """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
+
+    ConfigError, ValueError: what cannot be, with the remedy.
+    """
+    begin = time.perf_counter()
+    run = runs.read(order.folder)
+    system = systems.build(run.system, run.model)
+    source = Spread(_source(order, run, _classes(system, run)), order.num)
+    checkpoint = runs.checkpoint(order.folder, order.step)
+    kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
+    out = _folder(order)
+    networks = runs.networks(system, checkpoint, kinds, torch.bfloat16 if order.bf16 else torch.float32)
+    means = measure(system, networks, source, batch=order.batch, seed=run.seed, num_steps=order.num_steps,
+                    show=ranks.rank() == 0)
+    unreadable = sorted(set().union(*ranks.objects(source.unreadable)))
+    seal = manifest(checkpoint)
+    data = {"path": order.data or run.data.path, "fingerprint": source.whole.fingerprint(),
+            "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
+    result = {
+        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(order),
+        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": order.num_steps, **means,
+        "data": data, "seed": run.seed, "precision": "bf16" if order.bf16 else "float32",
+        "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "trained_with": seal["versions"], "ranks": ranks.world(), "batch": order.batch,
+        "device": _device(), "seconds": round(time.perf_counter() - begin, 3),
+    }
+    path = out / f"{_name(order, result)}.json"
+    if ranks.rank() == 0:
+        replace(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        figures.plot(path.with_suffix(".png"), result)
+    ranks.barrier()
+    return path, result
+
+
+# -------------------------------------------------------------------------------------------------------------- means
+
+
+@torch.no_grad()
+def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batch: int, seed: int,
+            num_steps: int | None = None, show: bool = False) -> dict[str, Any]:
+    """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
+
+    figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
+    quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
+    At most `batch` samples of one rank at a time; `show` draws a progress bar.
+    """
+    rounds = -(-len(source) // (batch * ranks.world()))
+    batch = -(-len(source) // (rounds * ranks.world()))                  # as little filling as can be
+    means = _Means()
+    with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=not show) as bar:
+        batches = held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(), seed)
+        for done, samples in enumerate(batches, 1):
+            valid = samples.pop("valid")
+            terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
+            means.add(terms, valid)
+            bar.update(bar.total * done // rounds - bar.n)               # a system may have shown no steps of its own
+    return means.result()
+
+
+def _watched(bar: tqdm, rounds: int) -> Any:
+    """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
+    def steps_of(steps: Iterable[int]) -> Iterator[int]:
+        steps = list(steps)
+        bar.total = rounds * len(steps)
+        for step in steps:
+            yield step
+            bar.update()
+    return steps_of
+
+
+@dataclass
+class _Means:
+    """Sums over valid samples, by name float64 (3, K) on the CPU: of values, of their squares, and their number."""
+
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)    # (figures | curves | quarters, name)
+    timesteps: list[int] | None = None
+    nonfinite: int = 0                                                   # samples
+
+    def add(self, terms: Terms, valid: Tensor) -> None:
+        valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
+        quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
+        if timestep is not None:
+            self.timesteps = timestep[0].tolist()
+        for name, values in terms.items():
+            values = values.double().view(len(valid), -1)                                         # (B, K)
+            self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
+            if quartile is not None and terms[name].ndim == 1:
+                self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
+        finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
+        self.nonfinite += int((valid & ~finite).sum())
+
+    def _sum(self, group: str, name: str, values: Tensor, counted: Tensor) -> None:
+        kept = torch.where(counted, values, 0.0)
+        sums = torch.stack((kept.sum(0), kept.square().sum(0), counted.expand_as(kept).sum(0)))   # (3, K)
+        self.sums[group, name] = self.sums.get((group, name), 0) + sums
+
+    def result(self) -> dict[str, Any]:
+        """Over all ranks, all of which have added the same names."""
+        names = list(self.sums)
+        flat = torch.cat([*(self.sums[name].flatten() for name in names),
+                          torch.tensor([self.nonfinite], dtype=torch.float64)])
+        flat = ranks.total(flat.to(ranks.device())).cpu()
+        found: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
+                                 "quarters": {}, "nonfinite_samples": int(flat[-1])}
+        parts = flat[:-1].split([self.sums[name].numel() for name in names])
+        for (group, name), part in zip(names, parts):
+            total, squares, count = part.view(3, -1)
+            means = total / count
+            found[group][name] = _plain(means)
+            if group == "figures":
+                variance = (squares / count - means.square()).clamp(min=0) / (count - 1)
+                found[group][name], (found["standard_errors"][name],) = found[group][name][0], _plain(variance.sqrt())
+        return found
+
+
+def _plain(values: Tensor) -> list[float | None]:
+    """Numbers as JSON has them: it knows no NaN."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+class Spread:
+    """`num` samples of a source, evenly spaced over it, since a folder lists class by class; None takes all."""
+
+    def __init__(self, whole: Any, num: int | None = None) -> None:
+        self.whole, self.num = whole, min(num or len(whole), len(whole))
+        self.unreadable: set[str] = set()                                # met by this rank
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            return self.whole[index * len(self.whole) // self.num]
+        except BadSample as error:
+            self.unreadable.add(error.path)
+            raise
+
+
+def _split(order: Order) -> str:
+    return "all" if order.data else order.split or "held_out"
+
+
+def _classes(system: System, run: Run) -> int | None:
+    """How many labels the model knows; None where labels say nothing to it."""
+    return run.model.get("num_classes") if "label" in system.conditions(1) else None
+
+
+def _source(order: Order, run: Run, classes: int | None) -> Any:
+    """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
+    if order.data is not None:
+        source = _other_data(order, run, classes)
+    else:
+        train, unseen = open_sources(run.data)
+        source = train if _split(order) == "train" else unseen
+        if source is None:
+            raise ConfigError(f"{order.folder} holds no images out: name other images with --data FOLDER, take those "
+                              "it was trained on with --split train, or train with data.held_out=0.05 or "
+                              "data.held_out_path=FOLDER")
+    if classes is not None and len(source.classes) > classes:
+        raise ConfigError(f"{order.data or run.data.path} has {len(source.classes)} classes, the model {classes}: its "
+                          "labels would be out of range; name the data that the run was trained on")
+    return source
+
+
+def _other_data(order: Order, run: Run, classes: int | None) -> Any:
+    path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
+    if order.split is not None:
+        raise ConfigError(f"--data {path} takes all images there: leave out --split {order.split}")
+    if path.startswith("builtin:"):
+        raise ConfigError(f"--data {path}: name a folder of images")
+    try:
+        if labelled:                                                     # by the class names of the training data
+            source = open_images(data.path, data.image_size, channels=data.channels, split="held_out",
+                                 held_out_path=path, draft=data.draft)
+        else:
+            source = open_images(path, data.image_size, channels=data.channels, split="all", draft=data.draft)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("data.path=", "--data ").replace(", or builtin:fashion", "")) from None
+    if labelled and "/" not in source.name(0):
+        raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
+                          "into folders named as those of the training data")
+    named = data.path.startswith("builtin:") or Path(data.path).exists()
+    if labelled and not named and len(source.classes) < classes:
+        raise ConfigError(f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
+                          f"data that would name them are no longer at {data.path}: put them back, or name a folder "
+                          "with all classes")
+    _fits(path, source, run)
+    return source
+
+
+def _fits(path: str, source: Any, run: Run) -> None:
+    """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
+    looked = []
+    for index in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+        try:
+            with Image.open(source.path / source.name(index)) as image:
+                grey = image.mode in ("1", "L", "LA", "I", "I;16", "F") or _is_grey(image)
+                looked.append((min(image.size), grey))
+        except Exception:                # a hostile file may raise anything; it is told of where it is measured
+            continue
+    size = run.data.image_size
+    if looked and all(side < size for side, _ in looked):
+        side = max(side for side, _ in looked)
+        raise ConfigError(f"--data {path} holds images of {side} pixels, data.image_size is {size}: name images of at "
+                          f"least {size} pixels")
+    if run.data.channels == 1 and looked and not any(grey for _, grey in looked):
+        raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
+
+
+def _is_grey(image: Image.Image) -> bool:
+    red, green, blue = image.convert("RGB").split()
+    return red.tobytes() == green.tobytes() == blue.tobytes()
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def _folder(order: Order) -> Path:
+    """Where to write, made and tried before hours are spent."""
+    out = order.out or order.folder / "evaluation"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out} cannot be written: name another folder")
+    return out
+
+
+def _name(order: Order, result: dict[str, Any]) -> str:
+    """One name for one question: another order writes another file, the same one replaces its own."""
+    words = [f"step_{result['step']:08d}", figures.weights(result)]
+    if order.data is not None:
+        digest = hashlib.blake2b(os.path.abspath(order.data).encode(), digest_size=3).hexdigest()
+        words.append(f"{Path(order.data).name or 'data'}-{digest}")
+    elif result["split"] != "held_out":
+        words.append(result["split"])
+    if result["samples"] < result["samples_of_split"]:
+        words.append(f"n{result['samples']}")
+    if order.num_steps is not None:
+        words.append(f"steps{order.num_steps}")
+    return "_".join([*words, *(["bf16"] if order.bf16 else [])])
+
+
+def _device() -> str:
+    device = ranks.device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def report(path: Path, result: dict[str, Any]) -> str:
+    """What a person is told in the end."""
+    return f"{figures.table(result)}\n{path} and {path.with_suffix('.png').name}"

@@ -1,0 +1,145 @@
+"""An evaluation for a person: a table, and a plot of its curves by timestep.
+
+`result` is what dstrain/evaluate.py writes as JSON: figures, standard_errors {name: value}, curves {name: values by
+timestep}, timesteps, quarters {name: 4 values}; None stands for what is not finite. `vb` is special: bits per dimension
+of one timestep, whose sum and prior make the bound.
+"""
+
+import os
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+_INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
+
+
+def title(result: dict[str, Any]) -> str:
+    """What was measured, in one line."""
+    where = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
+    number = f"{result['samples']} {where} samples"
+    if result["samples"] < result["samples_of_split"]:
+        number = f"{result['samples']} of {result['samples_of_split']} {where} samples"
+    chain = f", {len(result['timesteps'])} timesteps" if result["timesteps"] else ""
+    bf16 = ", bf16" if result["precision"] == "bf16" else ""
+    return f"{result['run']} at step {result['step']}, {weights(result)}: {number}{chain}{bf16}"
+
+
+def weights(result: dict[str, Any]) -> str:
+    """Which weights were measured, in one word: ema0.995, or raw."""
+    kinds = [kind for kind in result["weights"].values() if kind != "master"]
+    return kinds[0].replace(".", "", 1) if kinds else "raw"
+
+
+def table(result: dict[str, Any]) -> str:
+    """All figures, one a line."""
+    def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
+        number = "not finite" if value is None else f"{value:.5g}"
+        return f"  {name:<26}{number:>11}" + (f" +- {error:<9.2g}" if error is not None else "") + unit
+
+    bits = "  bits/dim" if "vb" in result["curves"] else ""
+    lines = [title(result)]
+    lines += [row(name, value, result["standard_errors"][name], bits) for name, value in result["figures"].items()]
+    for name, curve in result["curves"].items():
+        total = None if None in curve else sum(curve)
+        mean = None if total is None else total / len(curve)
+        lines.append(row("vb, sum over t", total, None, bits) if name == "vb" else row(f"{name}, mean over t", mean))
+    for name, values in result["quarters"].items():
+        numbers = "".join(f"{'-' if value is None else f'{value:.5g}':>11}" for value in values)
+        lines.append(f"  {name + ' by quarter of t':<26}{numbers}")
+    if result["nonfinite_samples"]:
+        lines.append(f"  samples with values that are not finite: {result['nonfinite_samples']}")
+    if result["data"]["unreadable"]:
+        lines.append(f"  unreadable images, each replaced by the next one: {len(result['data']['unreadable'])}")
+    return "\n".join(lines)
+
+
+def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
+    """Draws the curves, or where there are none the quarters, as a PNG, whole or not at all."""
+    from matplotlib.figure import Figure             # slow to import, and needed here alone
+
+    panels = [_bound, _cumulative] if "vb" in result["curves"] else []
+    panels += [_errors] if set(result["curves"]) - {"vb"} else []
+    panels = panels or [_quarters]
+    figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
+    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        draw(axes, result)
+        axes.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(title(result), fontsize=10)
+    path = Path(path)
+    tmp = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(tmp, format="png", dpi=130)
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def _bound(axes: Any, result: dict[str, Any]) -> None:
+    values = _numbers(result["curves"]["vb"])
+    axes.plot(_timesteps(axes, result, values), values, color=_INK, **_marks(values))
+    _log(axes, [values])
+    axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
+
+
+def _cumulative(axes: Any, result: dict[str, Any]) -> None:
+    values = list(accumulate(_numbers(result["curves"]["vb"])))
+    axes.plot(_timesteps(axes, result, values), values, color=_INK, **_marks(values))
+    total, prior = result["figures"].get("total"), result["figures"].get("prior")
+    if total is not None and prior is not None:
+        axes.axhline(total, color=_FAINT, linestyle="--", linewidth=1)
+        axes.annotate(f"total {total:.4g} (prior {prior:.2g})", (0.03, total), xycoords=("axes fraction", "data"),
+                      xytext=(0, 4), textcoords="offset points", color="#555555", fontsize=9)
+        axes.set_ylim(min(0.0, *values), 1.1 * max(total, *values))
+    axes.set(title="summed up to a timestep", ylabel="bits/dim")
+
+
+def _errors(axes: Any, result: dict[str, Any]) -> None:
+    known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
+    curves = {name: _numbers(values) for name, values in result["curves"].items() if name != "vb"}
+    for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
+        axes.plot(_timesteps(axes, result, values), values, color=color, label=known.get(name, name), **_marks(values))
+    _log(axes, list(curves.values()))
+    largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
+    if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
+        axes.set_ylim(bottom=1e-6 * largest)         # where all is clipped to noise, eps is known to many digits
+    axes.set(title="errors by timestep", ylabel="mean squared error")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _quarters(axes: Any, result: dict[str, Any]) -> None:
+    for index, (name, values) in enumerate(result["quarters"].items()):
+        axes.plot(range(4), _numbers(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
+    axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
+    if result["quarters"]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _timesteps(axes: Any, result: dict[str, Any], values: list[float]) -> list[int]:
+    """Where the columns lie: on a scale that shows the first timesteps, which hold most bits, apart, and 0 as well."""
+    timesteps = result["timesteps"] or list(range(len(values)))
+    last = timesteps[-1]
+    if last >= 20:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.5)
+        axes.set_xticks([0, *(10 ** power for power in range(len(str(last + 1))))],
+                        ["0", *(str(10 ** power) for power in range(len(str(last + 1))))])
+        axes.minorticks_off()
+    axes.set_xlim(-0.08 if last >= 20 else -0.02 * max(last, 1), 1.1 * max(last, 1))
+    axes.set_xlabel("timestep t (0 is the least noise)")
+    return timesteps
+
+
+def _marks(values: list[float]) -> dict[str, Any]:
+    """A point for each column where they are few enough to be told apart."""
+    return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
+
+
+def _log(axes: Any, curves: list[list[float]]) -> None:
+    if all(value > 0 for values in curves for value in values if value == value):
+        axes.set_yscale("log")
+
+
+def _numbers(values: list[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]

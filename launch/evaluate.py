@@ -1,0 +1,72 @@
+"""Measures a trained run on held-out data: deepspeed launch/evaluate.py RUN [--ema DECAY] [--steps N] [...]"""
+
+import argparse
+from pathlib import Path
+
+from dstrain import cli
+
+_HELP = """\
+Measures a trained run on held-out images: bits/dim and the bound by timestep, as JSON and a plot.
+
+usage:  [deepspeed] launch/evaluate.py RUN [options]
+
+  RUN                   a run's folder, for example runs/dit-small
+  --split NAME          held_out or train (held_out)
+  --data PATH           all images of another folder instead, with class folders named as in training
+  --num-samples N       as many images, evenly spaced over the split (all)
+  --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain)
+  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --checkpoint STEP     the step to load (the newest whole one)
+  --batch N             images of one rank at a time; changes no figure (32)
+  --bf16                networks in bf16: faster on a GPU, slightly other figures (float32)
+  --out DIR             where to write (RUN/evaluation)
+
+The same question again replaces its own files. A chain of T timesteps calls the network T times for each image.
+
+examples:
+  python launch/evaluate.py runs/dit-small --num-samples 100 --steps 100
+  deepspeed launch/evaluate.py runs/dit-small --batch 250
+"""
+
+
+def _order(argv: list[str] | None = None):
+    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--split", choices=("held_out", "train"))
+    parser.add_argument("--data")
+    # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
+    parser.add_argument("--num-samples", "--num_samples", type=cli.positive, dest="num")
+    parser.add_argument("--steps", type=cli.positive, dest="num_steps")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--ema", type=float)
+    weights.add_argument("--raw", action="store_true")
+    parser.add_argument("--checkpoint", type=cli.count, dest="step")
+    parser.add_argument("--batch", type=cli.positive, default=32)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    words = vars(parser.parse_args(argv))
+    if words.pop("help"):
+        print(_HELP, end="")
+        raise SystemExit(0)
+    del words["local_rank"]
+    if words["folder"] is None:
+        raise cli.ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
+    from dstrain.evaluate import Order
+    return Order(**words)
+
+
+def main() -> None:
+    order = _order()
+    from dstrain import evaluate, ranks
+    from dstrain.engine.engines import start
+    if ranks.place().world > 1:
+        start()
+    path, result = evaluate.evaluate(order)
+    if ranks.rank() == 0:
+        print(evaluate.report(path, result))
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
