@@ -35,7 +35,7 @@ class EmaShadow:
     def update(self, step: int, applied: Mapping[str, bool]) -> None:
         """Averages in the weights that optimizer step `step` made, of the parts where it was applied."""
         for part, shadows in self.flats.items():
-            if applied[part]:
+            if applied.get(part):
                 live = [flat.detach() for flat in self._masters[part].flats]
                 for decay, shadow in shadows.items():
                     torch._foreach_lerp_(shadow, live, 1 - self._ema.decay_at(decay, step))

@@ -91,9 +91,12 @@ class Engines(Mapping[str, Any]):
         self.settings = settings
         self._engines: dict[str, Any] = {}
         self._finite: dict[str, bool] = {}
+        self._learned: set[str] = set()                                   # parts that had a turn since set_lr
         self._norms: dict[str, float] = {}
         self.masters: dict[str, Masters] = {}
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
+        if compiled:                                                      # a UNet's blocks are of more kinds than its 8
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for part, network in self._build(networks, run.seed).items():
             constructed = constructed_weights(network)
             if run.channels_last:
@@ -189,6 +192,7 @@ class Engines(Mapping[str, Any]):
     def learn(self, part: str, loss: Tensor) -> None:
         """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
         engine = self._engines[part]
+        self._learned.add(part)
         engine.backward(loss)
         if self.masters[part].replicated and engine.is_gradient_accumulation_boundary() and not self._finite_norm(part):
             self.masters[part].pass_over()
@@ -203,15 +207,17 @@ class Engines(Mapping[str, Any]):
         return self._finite[part]
 
     def applied(self) -> dict[str, bool]:
-        """For each part, whether its last step changed the weights."""
+        """For each part that had a turn in this step, whether it changed the weights; a GAN's other part may wait."""
         return {part: bool(engine.was_step_applied()) and self._finite.get(part, True)
-                for part, engine in self._engines.items()}
+                for part, engine in self._engines.items() if part in self._learned}
 
     def skipped(self) -> int:
         """Steps that were not applied so far, since the run began."""
         return max(engine.skipped_steps for engine in self._engines.values())
 
     def set_lr(self, lr: float) -> None:
+        """Begins a step: its learning rate, and nobody has learned yet."""
+        self._learned.clear()
         for engine in self._engines.values():
             for group in engine.optimizer.param_groups:
                 group["lr"] = lr

@@ -1,19 +1,18 @@
 """Fitting published weights to a network: other resolutions and numbers of classes. Names are the same already."""
 
-import re
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dstrain.nn import fitting
 
 _CLASSES = "y_embedder.embedding_table.weight"
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
 _REMEDIES = (
-    (r"x_embedder", "in_channels, patch_size and hidden_size (or size)"),
-    (r"final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
-    (r"blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),
-    (r"blocks", "depth and hidden_size (or size)"),
+    (r"^x_embedder", "in_channels, patch_size and hidden_size (or size)"),
+    (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
+    (r"^blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),
+    (r"^blocks", "depth and hidden_size (or size)"),
     (r"", "size, or hidden_size and depth"),
 )
 
@@ -25,19 +24,13 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> tuple[dict[str, Tenso
     rows is replaced by fresh rows, normal(0.02), of which the last, "no label", is kept from the file.
     Raises ValueError at the first other difference, with both shapes and the remedy.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    wanted = fitting.shapes_of(network)
     state, notes = dict(state), []
     if "pos_embed" in state and _same_width(state["pos_embed"], wanted["pos_embed"]):
         state["pos_embed"] = _interpolated(state["pos_embed"], wanted["pos_embed"], notes)
-    if _CLASSES in state and _same_width(state[_CLASSES], wanted[_CLASSES]):
+    if fitting.other_rows(state, wanted, _CLASSES):
         state[_CLASSES] = _replaced(state[_CLASSES], wanted[_CLASSES], notes)
-    for name in sorted(wanted.keys() | state.keys(), key=_natural):
-        ours = wanted.get(name, "absent")
-        theirs = tuple(state[name].shape) if name in state else "absent"
-        if ours != theirs:
-            fields = next(fields for pattern, fields in _REMEDIES if re.match(pattern, name))
-            raise ValueError(f"weights: {name} is {theirs} in the file and {ours} in the network; "
-                             f"set {fields} to those the file was made with")
+    fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_natural), _REMEDIES)
     return state, notes
 
 
@@ -56,8 +49,7 @@ def _interpolated(positions: Tensor, shape: tuple[int, ...], notes: list[str]) -
 
 
 def _replaced(table: Tensor, shape: tuple[int, ...], notes: list[str]) -> Tensor:
-    generator = torch.Generator().manual_seed(0)  # the same rows on every rank
-    fresh = (0.02 * torch.randn(shape, generator=generator)).to(table.dtype)
+    fresh = fitting.fresh_rows(table, shape, std=0.02)
     fresh[-1] = table[-1]
     notes.append(f"{_CLASSES}: {len(table)} rows in the file, {shape[0]} in the network; replaced by fresh rows, the "
                  "last (no label) kept")

@@ -1,0 +1,211 @@
+"""What determines an IDDPM: one line for each field, under the names of the original's flags."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from dstrain import config
+from dstrain.diffusion import schedule
+from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
+from dstrain.systems.iddpm.network import GROUPS
+
+SAMPLERS = ("ddpm", "ddim")
+# image_size -> channel_mult; 32, 64 and 256 as published with the paper, 128 of the same authors' guided-diffusion.
+CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
+
+
+class Config(config.Section):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    image_size: int = Field(64, ge=1)
+    """Side of the images in pixels; with small_size that of the large ones."""
+    small_size: int | None = Field(None, ge=1)
+    """Side of the pictures that super-resolution begins from; None draws from noise alone."""
+    in_channels: Literal[1, 3] = 3
+    """Channels of the images: 3 for colour, 1 for grey."""
+    num_channels: int = Field(128, ge=1)
+    """Channels of the first level; a multiple of 32, the groups of every normalization."""
+    num_res_blocks: int = Field(2, ge=1)
+    """Residual blocks of a level (one more on the way up)."""
+    channel_mult: tuple[int, ...] | None = None
+    """Width of each level / num_channels, as [1, 2, 3, 4] or "1,2,3,4"; None: by image_size, for 32, 64, 128, 256."""
+    attention_resolutions: tuple[int, ...] = (16, 8)
+    """Sides of the levels that have attention, as [16, 8] or "16,8"; the middle always has it."""
+    num_heads: int = Field(4, ge=1)
+    """Attention heads."""
+    num_heads_upsample: int = Field(-1, ge=-1)
+    """Attention heads on the way up; -1 means num_heads."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of values dropped in a residual block."""
+    learn_sigma: bool = False
+    """Whether the network also predicts variances (twice the output channels)."""
+    class_cond: bool = False
+    """Whether the network sees labels."""
+    num_classes: int = Field(1000, ge=1)
+    """Number of labels; read where class_cond is set."""
+    use_scale_shift_norm: bool = True
+    """Whether the condition scales and shifts normalized values, rather than being added before."""
+    recompute: bool = False
+    """Compute blocks again in backward instead of keeping their activations (the original's use_checkpoint)."""
+
+    diffusion_steps: int = Field(1000, ge=1)
+    """Timesteps of the training chain."""
+    noise_schedule: Literal[schedule.SCHEDULES] = "linear"
+    """Name of the betas; the paper's are linear and cosine."""
+    timestep_respacing: str = ""
+    """Timesteps of samples and bits/dim: "250", "ddim50", sections "10,15,20", "" for all. Training takes all."""
+    use_kl: bool = False
+    """Descend the variational bound (L_vlb) rather than the squared error."""
+    rescale_learned_sigmas: bool = True
+    """Weigh the bound within the hybrid loss by diffusion_steps / 1000; read where learn_sigma is set."""
+    predict_xstart: bool = False
+    """Whether the network predicts x_start rather than eps."""
+    sigma_small: bool = False
+    """Sampling variance without learn_sigma: the posterior's rather than beta."""
+    rescale_timesteps: bool = True
+    """The network sees t * 1000 / diffusion_steps."""
+    prediction: Literal[PREDICTIONS] | None = None
+    """What the network predicts, by name; None: by predict_xstart."""
+    loss: Literal[LOSSES] | None = None
+    """Loss by name; None: rescaled_kl with use_kl, else rescaled_mse with rescale_learned_sigmas, else mse."""
+
+    schedule_sampler: Literal["uniform", "loss-second-moment"] = "uniform"
+    """How training draws timesteps: all alike, or more often where losses are large (and weighed less)."""
+    history_per_term: int = Field(10, ge=1)
+    """Losses remembered of each timestep; loss-second-moment is uniform until each has so many."""
+    uniform_prob: float = Field(0.001, ge=0, le=1)
+    """Share of uniform timesteps within loss-second-moment."""
+
+    @field_validator("attention_resolutions", "channel_mult", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """The original's flags are "16,8"; one number is a list of one."""
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return (value,) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
+            raise ValueError(f"channel_mult must be given where image_size is {self.image_size}, for example "
+                             f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}")
+        mults, sides = self.mults, self.sides
+        if not mults or min(mults) < 1:
+            raise ValueError(f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
+                             f"{_proposal(self.image_size)}")
+        unit = 2 ** (len(mults) - 1)
+        if self.image_size % unit:
+            raise ValueError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} levels "
+                             f"of channel_mult {list(mults)} divide it; take another size, or fewer levels")
+        strange = [side for side in self.attention_resolutions if side not in sides]
+        if strange:
+            raise ValueError(f"attention_resolutions: {_text(strange)} never occurs; the levels of image_size "
+                             f"{self.image_size} are {_text(sides)}")
+        if self.num_channels % GROUPS:
+            raise ValueError(f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
+                             f"normalization; take {max(round(self.num_channels / GROUPS), 1) * GROUPS}")
+        if self.num_heads_upsample == 0:
+            raise ValueError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
+        self._check_heads()
+        if self.small_size is not None and (self.image_size % self.small_size or self.small_size == self.image_size):
+            raise ValueError(f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
+                             "smaller picture; take a half or a quarter of it")
+        schedule.betas(self.noise_schedule, self.diffusion_steps)               # some schedules need more steps
+        try:
+            self.respaced_steps()
+        except ValueError as error:
+            raise ValueError(f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
+                             f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20") from None
+        return self
+
+    def _check_heads(self) -> None:
+        with_attention = {factor for factor, side in zip(self.mults, self.sides) if side in self.attention_resolutions}
+        for key, heads, factors in (("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
+                                    ("num_heads_upsample", self.heads_upsample, with_attention)):
+            wrong = [factor * self.num_channels for factor in sorted(factors) if factor * self.num_channels % heads]
+            if wrong:
+                raise ValueError(f"{key} {heads} does not divide {_text(wrong)}, the channels of a level with "
+                                 "attention; take another number of heads or num_channels")
+
+    @classmethod
+    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+        """The section with what the data say where it is silent: size and channels."""
+        return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model}
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model."""
+        problems, samples = [], run.samples
+        for key, data, model in (("image_size", run.data.image_size, self.image_size),
+                                 ("channels", run.data.channels, self.in_channels)):
+            if data != model:
+                own = "in_channels" if key == "channels" else key
+                problems.append(f"data.{key}={data} and model.{own}={model} differ: make both equal")
+        if run.data.codes is not None:
+            problems.append(f"data.path={run.data.path} holds cached {run.data.codes.kind}, and iddpm models pixels: "
+                            "name a folder of images")
+        if samples.sampler not in SAMPLERS:
+            problems.append(f"samples.sampler={samples.sampler} is none of {', '.join(SAMPLERS)}")
+        if samples.num_steps > self.diffusion_steps:
+            problems.append(f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
+                            f"{self.diffusion_steps}: take fewer")
+        elif self.timestep_respacing and samples.num_steps != self.respaced_steps():
+            problems.append(f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
+                            f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal")
+        if samples.guidance_scale != 1:
+            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: {NO_GUIDANCE}")
+        if samples.labels and not self.class_cond:
+            problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
+        elif samples.labels and max(samples.labels) >= self.num_classes:
+            problems.append(f"samples.labels={list(samples.labels)}: the {self.num_classes} classes are 0 to "
+                            f"{self.num_classes - 1}")
+        return problems
+
+    # ----------------------------------------------------------------------------------------- what the flags amount to
+
+    @property
+    def mults(self) -> tuple[int, ...]:
+        return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Side of each level."""
+        return tuple(self.image_size // 2 ** level for level in range(len(self.mults)))
+
+    @property
+    def heads_upsample(self) -> int:
+        return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
+
+    def respaced_steps(self) -> int:
+        """Timesteps that timestep_respacing keeps."""
+        return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
+
+    def network_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of UNet and SuperResUNet."""
+        same = ("in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
+                "use_scale_shift_norm", "recompute")
+        return {**{name: getattr(self, name) for name in same}, "channel_mult": self.mults,
+                "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
+                "num_heads_upsample": self.heads_upsample, "num_classes": self.num_classes if self.class_cond else None}
+
+    def diffusion_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of GaussianDiffusion, but for the betas."""
+        loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
+        variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
+        return {"prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"), "variance": variance,
+                "loss": self.loss or loss, "rescale_timesteps": self.rescale_timesteps}
+
+
+NO_GUIDANCE = ("the network has no null label to be guided away from; take guidance_scale 1, or system dit, whose "
+               "class_dropout_prob trains one")
+
+
+def _proposal(image_size: int) -> list[int]:
+    """A channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
+    levels = 1
+    while levels < 6 and image_size % 2 ** levels == 0 and image_size // 2 ** (levels - 1) > 8:
+        levels += 1
+    return [1] + [2] * (levels - 1)
+
+
+def _text(numbers: Any) -> str:
+    return ", ".join(map(str, numbers))

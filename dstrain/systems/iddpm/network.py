@@ -1,0 +1,227 @@
+"""The UNet of Nichol & Dhariwal 2021 ("Improved Denoising Diffusion Probabilistic Models"), also for super-resolution.
+
+Notation: B samples of C channels; a level is one resolution, a stage is what runs between two skip connections; emb is
+the condition (timestep + label), (B, E) with E = 4 num_channels.
+State-dict names are the published ones, so that their files load unchanged. Weights start as published: torch's own
+defaults, but zero for the last layer of every residual branch and of the network.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dstrain.nn.layers import timestep_features
+
+GROUPS = 32                                       # of every normalization
+
+
+class UNet(nn.Module):
+    """Noised images, timesteps and labels to a prediction (and, with learn_sigma, variance values).
+
+    in_channels         channels of what is denoised; twice as many come out with learn_sigma.
+    num_channels        channels of the first level; level i has num_channels * channel_mult[i].
+    num_res_blocks      residual blocks of a level on the way down; one more on the way up.
+    channel_mult        one factor for each level; every level but the last halves the side.
+    attention_levels    levels with attention after each residual block; the middle always has it.
+    num_heads           attention heads on the way down and in the middle; num_heads_upsample on the way up, None for
+                        the same number.
+    dropout             share of values dropped before the last layer of a residual block.
+    num_classes         rows of the label table; None is unconditional.
+    use_scale_shift_norm  the condition scales and shifts normalized values; False adds it before the normalization.
+    recompute           keep no activations inside blocks, compute them again in backward, under the same dropout.
+    """
+
+    def __init__(self, in_channels: int = 3, num_channels: int = 128, num_res_blocks: int = 2,
+                 channel_mult: Sequence[int] = (1, 2, 3, 4), attention_levels: Sequence[int] = (2, 3),
+                 num_heads: int = 4, num_heads_upsample: int | None = None, dropout: float = 0.0,
+                 learn_sigma: bool = False, num_classes: int | None = None, use_scale_shift_norm: bool = True, *,
+                 recompute: bool = False, seen_channels: int | None = None) -> None:
+        super().__init__()
+        self.num_channels, self.num_classes = num_channels, num_classes
+        embed = 4 * num_channels
+        self.time_embed = nn.Sequential(nn.Linear(num_channels, embed), nn.SiLU(), nn.Linear(embed, embed))
+        if num_classes is not None:
+            self.label_emb = nn.Embedding(num_classes, embed)
+        res = lambda inputs, outputs: ResBlock(inputs, outputs, embed, dropout, use_scale_shift_norm)
+        stage = lambda *layers: Stage(layers, recompute, dropout)
+
+        channels, last = num_channels, len(channel_mult) - 1
+        self.input_blocks = nn.ModuleList([stage(nn.Conv2d(seen_channels or in_channels, channels, 3, padding=1))])
+        skips = [channels]
+        for level, factor in enumerate(channel_mult):
+            for _ in range(num_res_blocks):
+                layers: list[nn.Module] = [res(channels, factor * num_channels)]
+                channels = factor * num_channels
+                if level in attention_levels:
+                    layers.append(AttentionBlock(channels, num_heads))
+                self.input_blocks.append(stage(*layers))
+                skips.append(channels)
+            if level < last:
+                self.input_blocks.append(stage(Downsample(channels)))
+                skips.append(channels)
+
+        self.middle_block = stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
+
+        self.output_blocks = nn.ModuleList()
+        for level, factor in reversed(list(enumerate(channel_mult))):
+            for index in range(num_res_blocks + 1):
+                layers = [res(channels + skips.pop(), factor * num_channels)]
+                channels = factor * num_channels
+                if level in attention_levels:
+                    layers.append(AttentionBlock(channels, num_heads_upsample or num_heads))
+                if level and index == num_res_blocks:
+                    layers.append(Upsample(channels))
+                self.output_blocks.append(stage(*layers))
+        self.out = nn.Sequential(normalization(channels), nn.SiLU(),
+                                 ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1))
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
+        dtype = self.time_embed[0].weight.dtype                                # the boundary: compute precision within
+        emb = self.time_embed(timestep_features(t, self.num_channels).to(dtype))                  # (B, E)
+        if self.num_classes is not None:
+            emb = emb + self.label_emb(y)
+        h, skips = x.to(dtype), []
+        for stage in self.input_blocks:
+            h = stage(h, emb)
+            skips.append(h)
+        h = self.middle_block(h, emb)
+        for stage in self.output_blocks:
+            h = stage(torch.cat((h, skips.pop()), dim=1), emb)
+        return self.out(h)                                                                        # (B, C or 2C, H, W)
+
+
+class SuperResUNet(UNet):
+    """A UNet that also sees the small picture, stretched to the large one's size: channels beside those of x."""
+
+    def __init__(self, in_channels: int = 3, *arguments, **named) -> None:
+        super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **named)
+
+    def forward(self, x: Tensor, t: Tensor, low_res: Tensor, y: Tensor | None = None) -> Tensor:
+        stretched = F.interpolate(low_res, x.shape[-2:], mode="bilinear", align_corners=False)
+        return super().forward(torch.cat((x, stretched.to(x.dtype)), dim=1), t, y)
+
+
+class Stage(nn.Sequential):
+    """Layers in turn, of which residual blocks see the condition."""
+
+    def __init__(self, layers: Sequence[nn.Module], recompute: bool, dropout: float) -> None:
+        super().__init__(*layers)
+        self.recompute, self.drops_out = recompute, dropout > 0
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        for layer in self:
+            inputs = (x, emb) if isinstance(layer, ResBlock) else (x,)
+            if self.recompute and torch.is_grad_enabled() and isinstance(layer, (ResBlock, AttentionBlock)):
+                # A second pass under another dropout would give the gradient of another function.
+                x = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=self.drops_out)
+            else:
+                x = layer(*inputs)
+        return x
+
+
+class ResBlock(nn.Module):
+    """Two convolutions, conditioned between them, about a shortcut."""
+
+    def __init__(self, channels: int, out_channels: int, embed: int, dropout: float, use_scale_shift_norm: bool):
+        super().__init__()
+        self.use_scale_shift_norm = use_scale_shift_norm
+        self.in_layers = nn.Sequential(normalization(channels), nn.SiLU(),
+                                       nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embed, (1 + use_scale_shift_norm) * out_channels))
+        self.out_layers = nn.Sequential(normalization(out_channels), nn.SiLU(), nn.Dropout(dropout),
+                                        ZeroConv2d(out_channels, out_channels, 3, padding=1))
+        same = channels == out_channels
+        self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        h = self.in_layers(x)
+        condition = self.emb_layers(emb)[:, :, None, None]                                        # (B, C or 2C, 1, 1)
+        norm, *rest = self.out_layers
+        if self.use_scale_shift_norm:
+            scale, shift = condition.chunk(2, dim=1)
+            h = norm(h) * (1 + scale) + shift
+        else:
+            h = norm(h + condition)
+        for layer in rest:
+            h = layer(h)
+        return self.skip_connection(x) + h
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over all places of a picture, about a shortcut.
+
+    The rows of `qkv` are ordered as published: query, key and value of the first head, then of the second. There, query
+    and key are each divided by the fourth root of a head's width d; together that is SDPA's 1 / sqrt(d).
+    """
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        assert channels % num_heads == 0, f"{num_heads} heads of {channels} channels"
+        self.num_heads = num_heads
+        self.norm = normalization(channels)
+        self.qkv = Pointwise(channels, 3 * channels)
+        self.proj_out = ZeroPointwise(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        tokens = self.norm(x).flatten(2).transpose(1, 2)                                          # (B, N, C)
+        qkv = self.qkv(tokens).view(batch, height * width, self.num_heads, 3, channels // self.num_heads)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)                                  # (B, h, N, d) each
+        h = F.scaled_dot_product_attention(query, key, value)                                     # (B, h, N, d)
+        h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))             # (B, N, C)
+        return x + h.transpose(1, 2).reshape(x.shape)
+
+
+class Downsample(nn.Module):
+    """Half the side by a strided convolution: (B, C, H, W) -> (B, C, H/2, W/2)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x)
+
+
+class Upsample(nn.Module):
+    """Twice the side by repetition, then a convolution: (B, C, H, W) -> (B, C, 2H, 2W)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+
+
+class Pointwise(nn.Conv1d):
+    """A 1 x 1 convolution by name and shape of its weight, applied to tokens: (B, N, C) -> (B, N, D)."""
+
+    def __init__(self, channels: int, out_channels: int) -> None:
+        super().__init__(channels, out_channels, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(tokens, self.weight.squeeze(2), self.bias)
+
+
+class ZeroPointwise(Pointwise):
+    """Starts at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class ZeroConv2d(nn.Conv2d):
+    """Starts at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def normalization(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(GROUPS, channels, eps=1e-5)

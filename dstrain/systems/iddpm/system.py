@@ -1,0 +1,249 @@
+"""Improved diffusion as a system: one part, `denoiser`, a UNet on pixels, from noise alone or from a small picture.
+
+All randomness is drawn from the samples' keys by name: timestep and noise; in generation start and noise/0, noise/1,
+... in the order of the chain.
+
+Source: Nichol & Dhariwal 2021 (arXiv:2102.09672).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dstrain import draws
+from dstrain.diffusion import samplers, schedule
+from dstrain.diffusion.bound import measured_bits
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network
+from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
+from dstrain.systems.iddpm import weights
+from dstrain.systems.iddpm.config import NO_GUIDANCE, SAMPLERS, Config
+from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
+
+
+class IDDPMSystem(System):
+    """Nichol & Dhariwal 2021. `config` says what each choice means."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.parts = {"denoiser": self.denoise}
+        self.averaged = ("denoiser",)
+        self.starts_from_data = config.small_size is not None
+        self.shape = (config.in_channels, config.image_size, config.image_size)
+        self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
+                                           **config.diffusion_arguments())
+        self._chains = {"": self.diffusion}                              # shortened ones, by what shortens them
+        self.uniform = UniformSampler(config.diffusion_steps)
+        self.timesteps: TimestepSampler = self.uniform
+        if config.schedule_sampler == "loss-second-moment":
+            self.timesteps = LossSecondMomentSampler(config.diffusion_steps, config.history_per_term,
+                                                     config.uniform_prob)
+            self.watched = ("timestep", "loss_seen")
+
+    def networks(self) -> dict[str, nn.Module]:
+        kind = SuperResUNet if self.starts_from_data else UNet
+        return {"denoiser": kind(**self.config.network_arguments())}
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Example:
+        """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
+        example = super().encode(batch)
+        found = tuple(example["x_start"].shape[1:])
+        if found != self.shape:
+            raise ValueError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
+                             f"in_channels, the data give {found}; change the one or the other")
+        if self.starts_from_data:
+            example["low_res"] = self._shrunk(example["x_start"])
+        if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
+            self._check_labels(example["label"])  # on an accelerator a look at them would wait for it
+        return example
+
+    def denoise(self, nets: Nets, example: Example) -> Terms:
+        """The training loss: one timestep and one noise for each sample; all terms weighed for how t was drawn."""
+        t, weight = self.timesteps.sample(draws.uniform(example["key"], "timestep"))
+        terms = self._losses(nets, example, t)
+        weighed = {name: weight * term for name, term in terms.items()}
+        loss = weighed["loss"]
+        weighed |= {"loss": loss.mean(), "loss_each": loss.detach(), "quartile": self._quartile(t)}
+        if self.watched:
+            weighed |= {"timestep": t, "loss_seen": terms["loss"].detach()}
+        return weighed
+
+    def observe(self, seen: Terms) -> None:
+        """The timestep sampler learns from unweighted losses; one that is not finite would stay in its history."""
+        losses = seen["loss_seen"]
+        self.timesteps.observe(torch.where(losses.isfinite(), seen["timestep"], -1), losses)
+
+    @torch.no_grad()
+    def evaluate(self, nets: Nets, example: Example) -> Terms:
+        """The unweighted loss at uniform timesteps, one value a sample (B,): it knows no history of the sampler."""
+        t, _ = self.uniform.sample(draws.uniform(example["key"], "timestep"))
+        return self._losses(nets, example, t) | {"quartile": self._quartile(t)}
+
+    def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
+        noise = draws.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
+        return self.diffusion.training_losses(self._network(nets, example), example["x_start"], t, noise)
+
+    def _quartile(self, t: Tensor) -> Tensor:
+        return 4 * t // self.config.diffusion_steps
+
+    def _network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
+        """The denoiser with its conditions in place; what it is not conditioned on is left aside."""
+        given = (conditions["low_res"],) if self.starts_from_data else ()
+        if self.config.class_cond:
+            if "label" not in conditions:
+                raise ValueError("label: the data hold none, and class_cond is set; give labels, or train with "
+                                 "class_cond false")
+            given += (conditions["label"],)
+        return lambda x_t, t: nets["denoiser"](x_t, t, *given)
+
+    # ---------------------------------------------------------------------------------------------------- likelihood
+
+    @torch.no_grad()
+    def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
+        """Bits/dim over `num_steps` timesteps, see measured_bits; None takes timestep_respacing, by itself all of them.
+
+        Super-resolution is measured given the small picture.
+        """
+        chain = self._chain(self.config.timestep_respacing) if num_steps is None else self.diffusion
+        network = self._network(nets, example)
+        return measured_bits(chain, network, example["x_start"], example["key"], num_steps, progress)
+
+    def _chain(self, spec: str) -> GaussianDiffusion:
+        if spec not in self._chains:
+            self._chains[spec] = self.diffusion.respaced(spec)
+        return self._chains[spec]
+
+    # ----------------------------------------------------------------------------------------------------- generation
+
+    @torch.no_grad()
+    def sample(self, nets: Nets, request: Request) -> Tensor:
+        """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+
+        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). Raises ValueError
+        without it, for other samplers, more steps than the chain has, labels that are no class, and guidance.
+        """
+        if request.sampler not in SAMPLERS:
+            raise ValueError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
+        if request.guidance_scale != 1:
+            raise ValueError(f"guidance_scale: {NO_GUIDANCE}")
+        self._check_steps(request.num_steps)
+        conditions = dict(request.conditions)
+        if self.config.class_cond:
+            conditions.setdefault("label", request.seeds % self.config.num_classes)
+            self._check_labels(conditions["label"])
+        if self.starts_from_data:
+            self._check_low_res(conditions, len(request.seeds))
+        keys = draws.keys_of_seeds(request.seeds)
+        x, network = draws.normal(keys, "start", self.shape), self._network(nets, conditions)
+        chain = self._chain(self._spec(request))
+        if request.sampler == "ddim":
+            x_start = samplers.ddim(chain, network, x, clip_denoised=True)
+        else:
+            noise = lambda i: draws.normal(keys, f"noise/{i}", self.shape)
+            x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
+        return _levels(x_start)
+
+    def _spec(self, request: Request) -> str:
+        """Which timesteps: those of timestep_respacing where it keeps as many, else evenly spaced as published."""
+        total, count = self.config.diffusion_steps, request.num_steps
+        if self.config.timestep_respacing and count == self.config.respaced_steps():
+            return self.config.timestep_respacing
+        if request.sampler == "ddim" and schedule.has_stride(total, count):
+            return f"ddim{count}"
+        return str(count)
+
+    def _check_steps(self, count: int) -> None:
+        if not 1 <= count <= self.config.diffusion_steps:
+            raise ValueError(f"num_steps: {count} is not between 1 and the {self.config.diffusion_steps} timesteps of "
+                             "the chain")
+
+    # ------------------------------------------------------------------------------------------------ super-resolution
+
+    def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
+        """low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones shrunk."""
+        if not self.starts_from_data:
+            return super().conditions_from(images)
+        small = (self.config.in_channels, self.config.small_size, self.config.small_size)
+        found, pixels = tuple(images.shape[1:]), images.float() / 127.5 - 1
+        if found == self.shape:
+            return {"low_res": self._shrunk(pixels)}
+        if found != small:
+            raise ValueError(f"low_res: pictures (channels, height, width) are {found}; this upsampler takes {small} "
+                             f"to {self.shape}: give the one or the other, or train with other sizes")
+        return {"low_res": pixels}
+
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
+        if not self.starts_from_data:
+            return {}
+        return {"low_res": _levels(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
+
+    def _shrunk(self, pixels: Tensor) -> Tensor:
+        return F.interpolate(pixels, self.config.small_size, mode="area")
+
+    def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
+        if "low_res" not in conditions:
+            raise ValueError("super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
+                             "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH")
+        found = tuple(conditions["low_res"].shape)
+        wanted = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
+        if found != wanted:
+            raise ValueError(f"low_res: {found} where the request's seeds and small_size need {wanted}")
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """label int64 (num,): those given, or every class, in turn; none where class_cond is not set.
+
+        ValueError: a label that is no class, or labels for an unconditional model.
+        """
+        if not self.config.class_cond:
+            if labels:
+                raise ValueError(f"labels: {list(labels)} for a model without classes (class_cond is false); leave "
+                                 "them out")
+            return {}
+        classes = torch.tensor(labels or tuple(range(self.config.num_classes)))
+        self._check_labels(classes)
+        return {"label": classes.repeat(-(-num // len(classes)))[:num]}
+
+    def _check_labels(self, labels: Tensor) -> None:
+        wrong = labels[(labels < 0) | (labels >= self.config.num_classes)].unique().tolist()
+        if wrong:
+            raise ValueError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+                             f"{self.config.num_classes - 1}; raise num_classes, or choose others")
+
+    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """The label table may differ, see weights.py."""
+        with torch.device("meta"):
+            network = self.networks()[part]
+        return weights.adapt(state, network, self.config)
+
+    def blocks(self) -> tuple[type[nn.Module], ...]:
+        return (ResBlock, AttentionBlock)
+
+    def synthetic(self, batch_size: int) -> Batch:
+        """Pixels, labels where there are classes, and keys."""
+        batch = {"key": draws.keys(0, 0, torch.arange(batch_size))}
+        if self.config.class_cond:
+            batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
+        batch["image"] = draws.integers(batch["key"], "image", 256, self.shape).to(torch.uint8)
+        return batch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.timesteps.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.timesteps.load_state_dict(state)
+
+
+def _levels(pixels: Tensor) -> Tensor:
+    """[-1, 1] to uint8."""
+    return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def build(config: Config) -> IDDPMSystem:
+    """The system of a config."""
+    return IDDPMSystem(config)

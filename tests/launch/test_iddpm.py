@@ -1,0 +1,123 @@
+"""IDDPM through the real launcher: resumed, on other numbers of ranks, and as a chain with its upsampler."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.engine.checkpoint import COMMON, read_weights
+from dstrain.engine.store import Store
+from tests.support.launch import ROOT, command
+from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train
+
+pytestmark = pytest.mark.slow
+RECIPE = ROOT / "tests" / "launch" / "tiny-iddpm.yaml"
+STEPS = 60
+
+
+def history(folder, step=STEPS):
+    """The timestep sampler that a checkpoint holds."""
+    with safe_open(folder / "checkpoints" / f"step_{step:08d}" / COMMON, "pt") as file:
+        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file.keys() if name.startswith("system/")}
+    sampler = LossSecondMomentSampler(10, 3)
+    sampler.load_state_dict(state)
+    return sampler, state
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """stage -> the folder of a run on 2 ranks that nothing has disturbed; made once."""
+    made = {}
+
+    def of(stage):
+        if stage not in made:
+            made[stage] = tmp_path_factory.mktemp(f"zero{stage}") / "whole"
+            assert "complete: 60 steps" in finish(train(made[stage], stage, recipe=RECIPE))
+        return made[stage]
+
+    return of
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_kill_minus_nine(undisturbed, stage):
+    """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages."""
+    folder = undisturbed(stage)
+    sampler, state = history(folder, 40)
+    assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3      # warm, and not uniform
+    killed = folder.parent / "killed"
+    kill_in_the_middle(train(killed, stage, recipe=RECIPE), killed, 40)
+    assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
+    finish(train(killed, stage, recipe=RECIPE))
+    assert_equal_runs(folder, killed)
+
+
+def test_best_is_kept(undisturbed):
+    """Oracle: the least held-out loss in metrics.jsonl: its step is there beside the newest two, and is called the best."""
+    folder = undisturbed(2)
+    losses = {line["step"]: line["held_out/loss"] for line in metrics(folder) if "held_out/loss" in line}
+    assert sorted(losses) == [15, 30, 45, 60]
+    step = min(losses, key=lambda step: (losses[step], step))
+    better = {at for at in losses if all(losses[at] < losses[before] for before in losses if before < at)}
+    store = Store(folder / "checkpoints")
+    assert store.best() == (step, losses[step])
+    assert set(store.steps()) == {step, *sorted(better | {20, 40, 60})[-2:]}
+
+
+def test_one_rank_meets_the_same(undisturbed, tmp_path):
+    """Oracle: the run on 2 ranks: the same timesteps (seen equal), losses and history up to rounding, same dropout."""
+    one, two = tmp_path / "one", undisturbed(2)
+    finish(train(one, 2, recipe=RECIPE, num=1))
+    (sampler, state), (other, expected) = history(one), history(two)
+    assert torch.equal(state["seen"], expected["seen"])
+    torch.testing.assert_close(state["history"], expected["history"], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(sampler.probabilities(), other.probabilities(), rtol=1e-3, atol=0)
+    for a, b in zip(metrics(one), metrics(two)):
+        assert a == pytest.approx(b, rel=1e-3)
+    first = metrics(two)[0]
+    assert {"loss", "mse", "vb", "loss_q0", "vb_q3", "mse_q1", "grad_norm", "param_norm", "lr"} <= first.keys()
+
+
+def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
+    """Oracle: the history and weights of the run that saved: 2 ranks of stage 3 go on as 1 rank of stage 1."""
+    folder = tmp_path / "moved"
+    finish(train(folder, 3, "steps=40", recipe=RECIPE))
+    finish(train(folder, 1, "steps=60", recipe=RECIPE, num=1))
+    (_, state), (_, expected) = history(folder), history(undisturbed(3))
+    assert torch.equal(state["seen"], expected["seen"])
+    torch.testing.assert_close(state["history"], expected["history"], rtol=1e-3, atol=1e-6)
+
+
+def test_an_average_of_choice(undisturbed, tmp_path):
+    """Oracle: the checkpoint's own averages: two decays draw two pictures, and a third is refused."""
+    run = undisturbed(2)
+    a, b = (read_weights(run / "checkpoints" / f"step_{STEPS:08d}", "denoiser", f"ema.{decay}") for decay in (0.9, 0.99))
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+    words = ["launch/generate.py", run, "--num-samples", "2", "--no-pngs"]
+    found = []
+    for decay in ("0.9", "0.99"):
+        finish(command(*words, "--ema", decay, "--out", tmp_path / decay, num=1))
+        found.append(np.load(tmp_path / decay / "samples_2x16x16x3.npz")["arr_0"])
+    assert not np.array_equal(*found)
+    assert "holds no EMA of decay 0.5" in finish(command(*words, "--ema", "0.5", num=1), code=2)
+
+
+def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
+    """Oracle: the upsampler alone on the base's own pictures: --then draws what --low-res draws of the .npz, on 2 ranks."""
+    upsampler = tmp_path / "upsampler"
+    finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=30",
+                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "model.class_cond=false",
+                 recipe=RECIPE))
+    assert (upsampler / "samples" / "step_00000030.png").exists()
+    words = ["launch/generate.py", undisturbed(2), "--num-samples", "5", "--batch", "2"]
+    finish(command(*words, "--out", tmp_path / "small", num=1))
+    for num in (1, 2):
+        finish(command(*words, "--then", upsampler, "--out", tmp_path / f"large{num}", num=num))
+    large = [np.load(tmp_path / f"large{num}" / "samples_5x32x32x3.npz")["arr_0"] for num in (1, 2)]
+    assert np.array_equal(*large)
+    finish(command("launch/generate.py", upsampler, "--low-res", tmp_path / "small", "--num-samples", "5", "--batch", "2",
+                   "--out", tmp_path / "again", num=1))
+    again = np.load(tmp_path / "again" / "samples_5x32x32x3.npz")["arr_0"]
+    assert again.shape == large[0].shape and not np.array_equal(again, large[0])         # the chain's noise is its own
+    said = finish(command("launch/generate.py", upsampler, num=1), code=2)
+    assert "--low-res" in said and "--then" in said

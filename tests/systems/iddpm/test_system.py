@@ -1,0 +1,350 @@
+"""What is particular to the IDDPM system: flags, loss-aware timesteps, labels, likelihood, super-resolution."""
+
+import math
+
+import pytest
+import torch
+
+from dstrain import draws, systems
+from dstrain.config import Data, Run, Samples
+from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.systems.base import Request
+from dstrain.systems.iddpm import Config
+
+TINY = {"image_size": 8, "in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 1],
+        "attention_resolutions": [4], "num_heads": 2, "diffusion_steps": 20, "noise_schedule": "cosine"}
+AWARE = {"schedule_sampler": "loss-second-moment", "history_per_term": 3, "uniform_prob": 0.01}
+LABELS = {"class_cond": True, "num_classes": 10}
+
+
+def build(**changes):
+    return systems.build("iddpm", TINY | changes)
+
+
+def random(system, scale=0.1):
+    network = system.networks()["denoiser"]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    return {"denoiser": network}
+
+
+def warm(system):
+    """The timestep sampler after its full history, with losses that differ widely."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        t = torch.randperm(20, generator=generator)
+        system.observe({"timestep": t, "loss_seen": torch.rand(20, generator=generator) * (t + 1.0)})
+    return system
+
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ({}, ("eps", "fixed_large", "rescaled_mse")),
+    ({"learn_sigma": True}, ("eps", "learned_range", "rescaled_mse")),
+    ({"learn_sigma": True, "rescale_learned_sigmas": False}, ("eps", "learned_range", "mse")),
+    ({"learn_sigma": True, "sigma_small": True, "use_kl": True}, ("eps", "learned_range", "rescaled_kl")),
+    ({"sigma_small": True, "predict_xstart": True}, ("x_start", "fixed_small", "rescaled_mse")),
+    ({"prediction": "previous_x", "loss": "kl", "use_kl": True}, ("previous_x", "fixed_large", "kl")),
+])
+def test_flags(flags, expected):
+    """Oracle: what the original makes of its flags."""
+    diffusion = build(**flags).diffusion
+    assert (diffusion.prediction, diffusion.variance, diffusion.loss) == expected
+    assert diffusion.rescale_timesteps and not build(rescale_timesteps=False).diffusion.rescale_timesteps
+
+
+def test_lists_as_the_original_writes_them():
+    """Oracle: the same values as lists; one number is a list of one."""
+    config = Config(image_size=32, attention_resolutions="16,8", channel_mult="1,2,2,2")
+    assert (config.attention_resolutions, config.channel_mult) == ((16, 8), (1, 2, 2, 2))
+    assert Config(image_size=32, attention_resolutions=16).attention_resolutions == (16,)
+    assert Config(image_size=32, attention_resolutions="").network_arguments()["attention_levels"] == []
+    assert Config(**config.model_dump()) == config
+    assert {size: Config(image_size=size, attention_resolutions=8).mults for size in (32, 64, 128, 256)} == {
+        32: (1, 2, 2, 2), 64: (1, 2, 3, 4), 128: (1, 1, 2, 3, 4), 256: (1, 1, 2, 2, 4, 4)}
+    assert Config(num_heads=2).heads_upsample == 2 and Config(num_heads=2, num_heads_upsample=4).heads_upsample == 4
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"image_size": 9}, "image_size 9 is no multiple of 2, by which the 2 levels of channel_mult"),
+    ({"image_size": 28, "channel_mult": None}, r"channel_mult must be given .* 28, for example \[1, 2, 2\].*256, 128"),
+    ({"channel_mult": []}, "needs a factor of 1 or more"), ({"channel_mult": [1, 0]}, "needs a factor of 1 or more"),
+    ({"attention_resolutions": "16,4"}, "attention_resolutions: 16 never occurs; .* 8 are 8, 4"),
+    ({"num_channels": 48}, "num_channels 48 is no multiple of 32.*take 64"),
+    ({"num_heads": 3}, "num_heads 3 does not divide 32"), ({"num_heads": 0}, "num_heads"),
+    ({"num_heads_upsample": 5}, "num_heads_upsample 5 does not divide 32"),
+    ({"num_heads_upsample": 0}, "num_heads_upsample 0 is no number"),
+    ({"small_size": 3}, "small_size 3 does not divide image_size 8"), ({"small_size": 8}, "small_size 8 does not"),
+    ({"noise_schedule": "sine"}, "(?s)noise_schedule.*'linear', 'cosine'"),
+    ({"noise_schedule": "linear", "diffusion_steps": 10}, "'linear' over 10 steps leaves"),
+    ({"timestep_respacing": "30"}, "timestep_respacing '30' does not fit 20 diffusion_steps .*write 250, ddim50"),
+    ({"timestep_respacing": "ddim3000"}, "timestep_respacing 'ddim3000'.*no integer stride"),
+    ({"timestep_respacing": "fast"}, "timestep_respacing 'fast'"),
+    ({"schedule_sampler": "loss"}, "(?s)schedule_sampler.*'uniform' or 'loss-second-moment'"),
+    ({"in_channels": 4}, "in_channels"), ({"dropout": 1.0}, "dropout"),
+])
+def test_config_errors(changes, words):
+    """Oracle: a ValueError that names the field, what is there and the remedy."""
+    with pytest.raises(ValueError, match=words):
+        build(**changes)
+
+
+@pytest.mark.parametrize("size", [8, 12, 28, 48, 96, 100, 512])
+def test_proposals_are_accepted(size):
+    """Oracle: the config itself, which takes the channel_mult that its message proposes."""
+    with pytest.raises(ValueError, match="for example") as error:
+        Config(image_size=size, attention_resolutions="")
+    proposed = str(error.value).split("for example [")[1].split("]")[0]
+    config = Config(image_size=size, attention_resolutions="", channel_mult=proposed)
+    assert size % 2 or len(config.mults) > 1 or size <= 8
+
+
+def test_completed_and_conflicts():
+    """Oracle: what the other sections of a recipe say; one line for each thing that does not fit."""
+    def conflicts(model, samples={}):
+        run = Run(system="iddpm", data=Data(image_size=8, channels=1), samples=Samples(**{"num_steps": 10} | samples))
+        return Config(**Config.completed(TINY | model, run)).conflicts(run)
+    silent = {name: value for name, value in TINY.items() if name not in ("image_size", "in_channels")}
+    completed = Config.completed(silent, Run(data=Data(image_size=8, channels=1)))
+    assert (completed["image_size"], completed["in_channels"]) == (8, 1)
+    assert conflicts({}) == conflicts(LABELS, {"labels": [3, 9]}) == []
+    assert conflicts({"timestep_respacing": "ddim10"}) == []
+    for model, samples, words in (
+            ({"image_size": 16, "attention_resolutions": [8]}, {}, "data.image_size=8 and model.image_size=16"),
+            ({"in_channels": 3}, {}, "data.channels=1 and model.in_channels=3"),
+            ({}, {"sampler": "heun"}, "samples.sampler=heun"),
+            ({}, {"num_steps": 21}, "samples.num_steps=21 is above model.diffusion_steps=20"),
+            ({"timestep_respacing": "5"}, {}, "samples.num_steps=10 and model.timestep_respacing=5"),
+            ({}, {"guidance_scale": 2.0}, "samples.guidance_scale=2: the network has no null label"),
+            ({}, {"labels": [1]}, "model.class_cond is false"), (LABELS, {"labels": [10]}, "0 to 9")):
+        found = conflicts(model, samples)
+        assert len(found) == 1 and words in found[0]
+    codes = {"kind": "latents", "shape": [4, 8, 8], "flips": 1, "scaling_factor": 1.0, "first_stage": "x"}
+    run = Run(data=Data(image_size=8, channels=1, codes=codes), samples=Samples(num_steps=9))
+    found = Config(**TINY).conflicts(run)
+    assert len(found) == 1 and "holds cached latents, and iddpm models pixels" in found[0]
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_expectation_of_the_weighed_loss(monkeypatch):
+    """Oracle: the mean over all timesteps: the sum of p(t) * (weight * loss)(t), t by t, under known p(t)."""
+    system = warm(build(learn_sigma=True, **AWARE))
+    nets, p = random(system), system.timesteps.probabilities()
+    assert float(p.max() / p.min()) > 5                                   # far from uniform
+    one = system.encode(system.synthetic(1))
+    example = {name: tensor.expand(20, *tensor.shape[1:]) for name, tensor in one.items()}
+    middles = {"aware": (p.cumsum(0) - p / 2).float(), "uniform": (torch.arange(20) + 0.5) / 20}
+    def terms(kind):
+        monkeypatch.setattr("dstrain.systems.iddpm.system.draws.uniform", lambda key, name: middles[kind])
+        return system.denoise(nets, example) if kind == "aware" else system.evaluate(nets, example)
+    aware, uniform = terms("aware"), terms("uniform")
+    assert torch.equal(aware["timestep"], torch.arange(20)) and torch.equal(aware["loss_seen"], uniform["loss"])
+    for name, term in (("loss", aware["loss_each"]), ("mse", aware["mse"]), ("vb", aware["vb"])):
+        torch.testing.assert_close((p * term).sum(), uniform[name].double().mean(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(aware["loss"], aware["loss_each"].mean())
+    assert torch.equal(aware["quartile"], torch.arange(20) // 5)
+
+
+def test_observe():
+    """Oracle: a sampler that is told the same; a loss that is not finite leaves no trace."""
+    system, other = build(**AWARE), LossSecondMomentSampler(20, 3, 0.01)
+    assert system.watched == ("timestep", "loss_seen") and build().watched == ()
+    t, losses = torch.tensor([3, 3, 7, 5, 3]), torch.tensor([1.0, math.nan, 2.0, math.inf, 4.0])
+    system.observe({"timestep": t, "loss_seen": losses})
+    other.observe(t[[0, 2, 4]], losses[[0, 2, 4]])
+    found, expected = system.state_dict(), other.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    again = build(**AWARE)
+    again.load_state_dict(found)
+    assert torch.equal(again.timesteps.probabilities(), system.timesteps.probabilities())
+
+
+def test_held_out_figures_know_no_history():
+    """Oracle: the evaluation of a system with uniform timesteps, and of the same one before it learned."""
+    aware, plain = build(**AWARE), build()
+    nets, example = random(plain), plain.encode(plain.synthetic(6))
+    before, expected = aware.evaluate(nets, example), plain.evaluate(nets, example)
+    trained = aware.loss("denoiser", nets, example)["timestep"]
+    warm(aware)
+    after = aware.evaluate(nets, example)
+    assert all(torch.equal(before[name], expected[name]) and torch.equal(after[name], expected[name])
+               for name in expected)
+    assert not torch.equal(aware.loss("denoiser", nets, example)["timestep"], trained)
+    assert "timestep" not in plain.loss("denoiser", nets, example)
+
+
+@pytest.mark.parametrize("changes", [{"learn_sigma": True}, {"small_size": 4, "learn_sigma": True} | LABELS])
+def test_bfloat16(changes):
+    """Oracle: the float32 network with the same (rounded) weights; the loss is float32."""
+    system = build(**changes)
+    example = system.encode(system.synthetic(16))
+    half = system.loss("denoiser", {"denoiser": random(system)["denoiser"].bfloat16()}, example)
+    full = system.loss("denoiser", random(system), example)
+    assert half["loss"].dtype == torch.float32
+    torch.testing.assert_close(half["mse"], full["mse"], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("changes", [AWARE, {"use_kl": True} | AWARE, {"small_size": 4}])
+def test_learns(changes):
+    """Oracle: a loss that falls: forty steps on constant images of two classes."""
+    torch.manual_seed(0)
+    system = build(learn_sigma=True, class_cond=True, num_classes=2, **changes)
+    nets = system.networks()
+    optimizer = torch.optim.AdamW(nets["denoiser"].parameters(), lr=3e-3)
+    label = torch.arange(16) % 2
+    batch = {"image": (255 * label).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8), "label": label}
+    losses = []
+    for step in range(40):
+        example = system.encode(batch | {"key": draws.keys(0, step, torch.arange(16))})
+        terms = system.loss("denoiser", nets, example)
+        optimizer.zero_grad()
+        terms["loss"].backward()
+        optimizer.step()
+        if system.watched:
+            system.observe({name: terms[name] for name in system.watched})
+        losses.append(float(terms["loss"].detach()))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+# -------------------------------------------------------------------------------------------------------------- labels
+
+
+def test_labels_of_a_request():
+    """Oracle: the labels given, else seed modulo num_classes; none reach an unconditional network."""
+    seen = []
+    def network(x, t, *y):
+        seen.append([labels.tolist() for labels in y])
+        return x
+    nets, seeds = {"denoiser": network}, torch.tensor([3, 12])
+    build(**LABELS).sample(nets, Request(seeds, num_steps=3))
+    build(**LABELS).sample(nets, Request(seeds, {"label": torch.tensor([5, 6])}, num_steps=1))
+    build().sample(nets, Request(seeds, num_steps=2))
+    assert seen == [[[3, 2]]] * 3 + [[[5, 6]]] + [[]] * 2
+    assert build(**LABELS).conditions(4, (7, 2))["label"].tolist() == [7, 2, 7, 2]
+    assert build(**LABELS).conditions(11)["label"].tolist() == [*range(10), 0] and build().conditions(3) == {}
+
+
+def test_labels_out_of_range():
+    """Oracle: a ValueError that names them and the classes there are, wherever labels come from."""
+    system, seeds = build(**LABELS), torch.arange(2)
+    batch = system.synthetic(2) | {"label": torch.tensor([4, 10])}
+    for attempt in (lambda: system.conditions(2, (4, 10)), lambda: system.encode(batch),
+                    lambda: system.sample(random(system), Request(seeds, {"label": torch.tensor([4, 10])}, 2))):
+        with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes, 0 to 9"):
+            attempt()
+    with pytest.raises(ValueError, match="-1"):
+        system.conditions(2, (-1,))
+    with pytest.raises(ValueError, match="class_cond is false"):
+        build().conditions(2, (1,))
+    example = system.encode(system.synthetic(2))
+    del example["label"]
+    with pytest.raises(ValueError, match="class_cond false"):
+        system.loss("denoiser", random(system), example)
+
+
+# ------------------------------------------------------------------------------------------------ sampling, likelihood
+
+
+def test_requests_that_do_not_fit():
+    """Oracle: a ValueError that names the choices."""
+    system, seeds = build(), torch.arange(1)
+    nets = random(system)
+    for request, words in ((Request(seeds, sampler="euler"), "one of ddpm, ddim"),
+                           (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
+                           (Request(seeds, num_steps=5, guidance_scale=2.0), "guidance_scale 1, or system dit")):
+        with pytest.raises(ValueError, match=words):
+            system.sample(nets, request)
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
+        system.encode({"image": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "key": torch.zeros(1, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("respacing, sampler, num_steps, visited", [
+    ("", "ddim", 5, [16, 12, 8, 4, 0]), ("", "ddpm", 5, [19, 14, 10, 5, 0]), ("", "ddim", 6, [19, 15, 11, 8, 4, 0]),
+    ("2,3", "ddpm", 5, [19, 14, 10, 9, 0]), ("2,3", "ddim", 2, [10, 0])])
+def test_timesteps_of_a_chain(respacing, sampler, num_steps, visited):
+    """Oracle: the timesteps written out; timestep_respacing holds where it keeps as many as the request asks for."""
+    seen = []
+    def network(x, t):
+        seen.append(float(t[0]))
+        return x
+    system = build(timestep_respacing=respacing, rescale_timesteps=False)
+    system.sample({"denoiser": network}, Request(torch.arange(1), num_steps=num_steps, sampler=sampler))
+    assert seen == visited
+
+
+def test_measure():
+    """Oracle: bits_per_dim with the noise of the key, in ascending order; sample by sample; timestep_respacing."""
+    system = build(learn_sigma=True, timestep_respacing="4,4")
+    nets, example = random(system), system.encode(system.synthetic(3))
+    terms = system.measure(nets, example, 5)
+    noise = lambda i: draws.normal(example["key"], f"bound/{i}", (1, 8, 8))
+    expected = system.diffusion.respaced("5").bits_per_dim(nets["denoiser"], example["x_start"], noise)
+    assert torch.equal(terms["total"], expected["total"]) and torch.equal(terms["vb"], expected["vb"].flip(1))
+    assert terms["timestep"].tolist() == [[0, 5, 10, 14, 19]] * 3
+    torch.testing.assert_close(terms["total"], terms["prior"] + terms["vb"].sum(1))
+    alone = system.measure(nets, {name: tensor[1:2] for name, tensor in example.items()}, 5)
+    torch.testing.assert_close(alone["vb"], terms["vb"][1:2], rtol=1e-4, atol=1e-6)
+    assert system.measure(nets, example)["timestep"][0].tolist() == [0, 3, 6, 9, 10, 13, 16, 19]
+    with pytest.raises(ValueError, match="21 is not between 1 and the 20"):
+        system.measure(nets, example, 21)
+
+
+# ---------------------------------------------------------------------------------------------------- super-resolution
+
+
+def test_small_pictures_are_means_of_squares():
+    """Oracle: the mean of every square of pixels, written out; from data, from pictures of either size."""
+    system = build(small_size=4, in_channels=3)
+    batch = system.synthetic(2)
+    example = system.encode(batch)
+    pixels = batch["image"].double() / 127.5 - 1
+    means = torch.stack([pixels[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)]).mean(0).float()
+    torch.testing.assert_close(example["low_res"], means, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(system.conditions_from(batch["image"])["low_res"], means, rtol=1e-6, atol=1e-6)
+    small = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8)
+    torch.testing.assert_close(system.conditions_from(small)["low_res"], small / 127.5 - 1)
+
+
+def test_small_pictures_are_shown():
+    """Oracle: squares of pixels that are all the small picture's; a base model shows nothing but its samples."""
+    system = build(small_size=2)
+    example = system.encode(system.synthetic(2))
+    shown = system.pictures({}, example)["low_res"]
+    expected = ((example["low_res"] + 1) * 127.5).round().to(torch.uint8)
+    assert shown.shape == (2, 1, 8, 8)
+    for row in range(4):
+        assert torch.equal(shown[:, :, row::4, row::4], expected)
+    assert build().pictures({}, {}) == {}
+
+
+def test_pictures_that_do_not_fit():
+    """Oracle: a ValueError with the sizes that fit, and the way to get them."""
+    system, seeds = build(small_size=4), torch.arange(2)
+    for shape in ((2, 1, 5, 5), (2, 3, 4, 4)):
+        with pytest.raises(ValueError, match=r"low_res: .*\(1, 4, 4\) to \(1, 8, 8\)"):
+            system.conditions_from(torch.zeros(shape, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="super-resolution needs low_res: .*--then .*--low-res PATH"):
+        system.sample(random(system), Request(seeds, num_steps=2))
+    with pytest.raises(ValueError, match=r"low_res: \(2, 1, 8, 8\) where .* \(2, 1, 4, 4\)"):
+        system.sample(random(system), Request(seeds, {"low_res": torch.zeros(2, 1, 8, 8)}, num_steps=2))
+    with pytest.raises(ValueError, match="begins from noise"):
+        build().conditions_from(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    assert system.starts_from_data and not build().starts_from_data
+
+
+def test_samples_follow_the_small_picture():
+    """Oracle: the same seeds with another small picture, which alone differs; evaluation sees it, too."""
+    system = build(small_size=4)
+    nets, seeds = random(system), torch.arange(2)
+    one, two = (system.sample(nets, Request(seeds, {"low_res": torch.full((2, 1, 4, 4), value)}, num_steps=2))
+                for value in (-0.9, 0.9))
+    assert not torch.equal(one, two)
+    example = system.encode(system.synthetic(2))
+    other = system.evaluate(nets, example | {"low_res": example["low_res"].flip(0)})
+    assert not torch.isclose(other["loss"], system.evaluate(nets, example)["loss"]).any()
