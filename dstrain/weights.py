@@ -2,11 +2,12 @@
 
 import argparse
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain.engine.checkpoint import ema_decays, read_weights
@@ -20,7 +21,8 @@ def fitted(path: Path, system: System) -> Adapted:
     """Weights in `path` as the system's networks take them: {part: (values by state-dict name, what was changed)}.
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, or
-    a file as `read` takes, for the first part. ValueError: unreadable, or it does not fit, with the remedy.
+    a file as `read` takes, for the first part. Other parts may be absent from either: an adversary may join later.
+    ValueError: unreadable, or it does not fit, with the remedy.
     """
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
@@ -32,7 +34,22 @@ def fitted(path: Path, system: System) -> Adapted:
     if not list(path.glob("*-of-*.safetensors")) or not (path / "manifest.json").exists():
         part = next(iter(system.parts))
         return {part: system.adapt(part, read(path))}
-    return {part: system.adapt(part, read_weights(path, part, checkpoint_kind(path, part))) for part in system.parts}
+    first, *others = system.parts
+    there = [first, *(part for part in others if list(path.glob(f"{part}-*-of-*.safetensors")))]
+    found = {part: system.adapt(part, read_weights(path, part, checkpoint_kind(path, part))) for part in there}
+    found[first][1].extend(f"{part} is not in {path} and begins anew" for part in others if part not in there)
+    return found
+
+
+def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
+    """FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the first,
+    else the training weights. ValueError, OSError: they are not there, or cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
+        save_file(read_weights(checkpoint, part, kind), folder / f"{part}.safetensors",
+                  metadata={"weights": kind, "checkpoint": checkpoint.name})
 
 
 def whole(checkpoint: Path) -> Path:
@@ -80,13 +97,15 @@ def read(path: str | Path) -> dict[str, Tensor]:
                          f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
                          "safetensors where it comes from") from None
     if isinstance(content, dict):
-        content = content.get("ema") or content.get("model") or content
+        # An empty EMA is none. DALLE-pytorch calls them weights.
+        inner = (content.get(name) for name in ("ema", "model", "weights"))
+        content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _named(content, path)
 
 
 def _named(state: object, path: Path) -> dict[str, Tensor]:
     """Weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema' or 'model'; "
-                         "save the network's state_dict() there")
+        raise ValueError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
+                         "'weights'; save the network's state_dict() there")
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
 from dstrain.systems.base import System
-from dstrain.weights import checkpoint_kind, fitted, read
+from dstrain.weights import checkpoint_kind, fitted, read, write_parts
 from tests.support.launch import ROOT, environment
 
 MODEL = {"patch_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2, "image_size": 32, "in_channels": 1,
@@ -93,6 +93,15 @@ def copy(trained, tmp_path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------ what a run begins with
+
+
+def test_parts_of_a_checkpoint(trained, tmp_path):
+    """Oracle: read_weights of the same checkpoint, by the library's reader; an average that is not there is not taken."""
+    at = trained / "checkpoints" / "step_00000004"
+    for number, (ema, kind) in enumerate(((None, "ema.0.9"), (0.99, "ema.0.99"), (0.5, "ema.0.9"))):
+        write_parts(at, ["denoiser"], ema, tmp_path / str(number))
+        found, expected = load_file(tmp_path / str(number) / "denoiser.safetensors"), read_weights(at, "denoiser", kind)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_bare_safetensors_file(tmp_path):

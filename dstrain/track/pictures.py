@@ -17,13 +17,15 @@ _VISIBLE = 64               # pixels to which smaller pictures are enlarged, by 
 def grid(images: Tensor, columns: int | None = None) -> np.ndarray:
     """One picture of many: uint8 (N, C, H, W) -> (H', W', C), row by row; None is near-square.
 
-    ValueError: not uint8, not four axes, no picture, or neither 1 nor 3 channels.
+    RGBA is laid on white. ValueError: not uint8, not four axes, no picture, or other channels.
     """
     shape = tuple(images.shape)
-    if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3) or 0 in shape:
-        raise ValueError(f"a grid needs uint8 (N, 1 or 3, H, W), got {images.dtype} {shape}")
+    if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
+        raise ValueError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
+    if shape[1] == 4:
+        images = _on_white(images)
     pictures = images.detach().cpu().permute(0, 2, 3, 1).numpy()
-    factor = max(1, round(_VISIBLE / max(pictures.shape[1:3])))
+    factor = max(1, round(_VISIBLE / min(pictures.shape[1:3])))      # of strips the narrow side
     pictures = pictures.repeat(factor, 1).repeat(factor, 2)
     num, height, width, channels = pictures.shape
     columns = columns or near_square(num)
@@ -34,6 +36,11 @@ def grid(images: Tensor, columns: int | None = None) -> np.ndarray:
         top, left = i // columns * down + _PADDING, i % columns * right + _PADDING
         whole[top:top + height, left:left + width] = picture
     return whole
+
+
+def _on_white(images: Tensor) -> Tensor:
+    colours, alpha = images[:, :3].float(), images[:, 3:].float() / 255
+    return (colours * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
 
 
 def near_square(num: int) -> int:

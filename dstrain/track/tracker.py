@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,18 @@ class Tracker:
             self._wandb.picture(name, path, done)
             if self._board is not None:
                 self._board.add_image(name, pixels, done, dataformats="HWC")
+
+    def model(self, done: int, write: Callable[[Path], None]) -> None:
+        """Has `write` fill a folder RUN/model and logs it to wandb as an artifact, where track.artifact asks for it."""
+        if not (self._first and self._run.track.artifact and self._wandb.on):
+            return
+        folder = self.folder / "model"
+        try:
+            write(folder)
+        except (OSError, ValueError) as error:
+            self.note(f"track.artifact: the model was not logged: {error}")
+        else:
+            self._wandb.artifact(self._run.name, folder, done)
 
     def note(self, text: str) -> None:
         """Prints a line and writes it to log.txt, on rank 0."""

@@ -66,6 +66,15 @@ class WandbSink:
         """A picture file that stays where it is; returns at once."""
         self._put(("picture", {name: str(path)}, step))
 
+    @property
+    def on(self) -> bool:
+        """Whether anything is sent, or kept to be sent."""
+        return self._thread is not None
+
+    def artifact(self, name: str, folder: Path, step: int) -> None:
+        """All files of a folder as a model; returns at once."""
+        self._put(("artifact", {name: str(folder)}, step))
+
     def close(self, seconds: float = 15.0) -> None:
         """Sends what is left, for at most `seconds`."""
         thread, self._thread = self._thread, None
@@ -102,6 +111,12 @@ class WandbSink:
                     break
                 continue
             try:
+                if kind == "artifact":
+                    (name, folder), = values.items()
+                    model = self._wandb.Artifact(name, type="model", metadata={"step": step})
+                    model.add_dir(folder)
+                    run.log_artifact(model)
+                    continue
                 if kind == "picture":
                     values = {name: self._wandb.Image(path) for name, path in values.items()}
                 run.log({"train/step": step, **values})

@@ -45,7 +45,7 @@ def test_near_square(num, columns):
     torch.zeros(0, 3, 4, 4, dtype=torch.uint8)
 ])
 def test_what_is_no_picture_is_refused(images):
-    """Oracle: the contract, uint8 (N, 1 or 3, H, W) with N > 0."""
+    """Oracle: the contract, uint8 (N, 1, 3 or 4, H, W) with N > 0."""
     with pytest.raises(ValueError, match="a grid needs uint8"):
         grid(images)
 

@@ -151,6 +151,22 @@ def closed_port() -> int:
         return probe.getsockname()[1]
 
 
+def test_a_model_becomes_an_artifact(tmp_path):
+    """Oracle: wandb's own record of the offline run: the artifact's name, type and file; none where nothing asks."""
+    def trained(folder, **track):
+        run = Run(name="vae", folder=folder, track=Track(wandb="offline", **track))
+        tracker = Tracker(run, folder, parts=("a",))
+        tracker.model(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
+        tracker.close()
+        return b"".join(path.read_bytes() for path in (folder / "wandb").rglob("*.wandb"))
+
+    record = trained(tmp_path / "asked", artifact=True)
+    assert (tmp_path / "asked" / "model" / "a.safetensors").exists()
+    assert b"a.safetensors" in record and b"model" in record and b"vae" in record
+    assert b"a.safetensors" not in trained(tmp_path / "silent")
+    assert not (tmp_path / "silent" / "model").exists()
+
+
 def test_a_server_that_is_not_there_means_offline(tmp_path):
     """Oracle: wandb's own files, which hold the report; the clock; a port that nothing listens on."""
     folder = tmp_path / "run"

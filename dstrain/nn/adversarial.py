@@ -1,0 +1,80 @@
+"""A discriminator of patches, its hinge loss, and a weight that balances it against a reconstruction loss.
+
+Isola et al. 2017 (PatchGAN: each output judges a patch, by a small strided network), Lim & Ye 2017 (hinge loss), Esser
+et al. 2021 (VQGAN: the balance).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SLOPE = 0.2                                      # of the leaky units
+
+
+class PatchDiscriminator(nn.Module):
+    """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float32 (B, 1, h, w).
+
+    n_layers halvings of the side from base_channels on, which double up to eightfold, then two layers of stride 1.
+
+    The published one normalizes by BatchNorm. Its statistics would make a sample's loss depend on what else its rank
+    holds, so that the same global batch would train differently on two ranks than on one, and its running averages
+    would differ by rank; synchronized, they would still differ by micro-batch. GroupNorm looks at one sample alone.
+    """
+
+    def __init__(self, channels: int = 3, base_channels: int = 64, n_layers: int = 3) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [Filter(channels, base_channels, stride=2), nn.LeakyReLU(_SLOPE)]
+        for number in range(1, n_layers + 1):
+            before, after = (base_channels * min(2 ** power, 8) for power in (number - 1, number))
+            stride = 2 if number < n_layers else 1
+            layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(_groups(after), after),
+                       nn.LeakyReLU(_SLOPE)]
+        self.main = nn.Sequential(*layers, Filter(after, 1, stride=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(x.to(self.main[0].weight.dtype)).float()
+
+
+class Filter(nn.Conv2d):
+    """A convolution of 4 x 4, normal with deviation 0.02 as published."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, bias: bool = True) -> None:
+        super().__init__(in_channels, out_channels, kernel_size=4, stride=stride, padding=1, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+def _groups(channels: int) -> int:
+    """Groups of about 16 channels: one channel alone would have its mean and contrast taken away."""
+    return math.gcd(channels, max(channels // 16, 1))
+
+
+def least_size(n_layers: int) -> int:
+    """The least side of a picture that leaves a patch to judge."""
+    return 3 * 2 ** n_layers
+
+
+def hinge(real: Tensor, fake: Tensor) -> Tensor:
+    """The discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
+    return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
+
+
+def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -> Tensor:
+    """The weight that makes two gradients equally long, by sample: two (B, C, H, W) -> (B,), at most `most`.
+
+    VQGAN takes the gradients of the whole batch with respect to the decoder's last layer. Here both are with respect to
+    the picture itself: that needs no weight of another engine, does not depend on the batch, and is no special case
+    where a model has several last layers.
+    """
+    reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
+    return (reconstruction / (critique + 1e-4)).clamp(max=most)
+
+
+def gradient(values: Tensor, picture: Tensor) -> Tensor:
+    """Of each sample's value with respect to its own picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
+    return torch.autograd.grad(values.sum(), picture)[0]

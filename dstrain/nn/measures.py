@@ -1,0 +1,59 @@
+"""How near one picture is to another, and how a codebook is used: values by sample, on held-out data.
+
+Pictures are float (B, C, H, W) in [0, 1]. PSNR in dB; SSIM after Wang et al. 2004 ("Image quality assessment: from
+error visibility to structural similarity"): Gaussian window of 11 pixels, sigma 1.5, K1 = 0.01, K2 = 0.03, only windows
+that lie inside the picture, channels one by one and then averaged.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01 ** 2, 0.03 ** 2
+_LEAST_ERROR = 1e-10                              # mean square: equal pictures have 100 dB
+
+
+def psnr(picture: Tensor, truth: Tensor) -> Tensor:
+    """10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
+    error = (picture - truth).square().flatten(1).mean(1)
+    return -10 * error.clamp(min=_LEAST_ERROR).log10()
+
+
+def ssim(picture: Tensor, truth: Tensor) -> Tensor:
+    """Structural similarity, 1 where equal: two (B, C, H, W) -> (B,). In a smaller picture the window is its side."""
+    channels, height, width = truth.shape[1:]
+    down, across = (_gaussian(min(_WINDOW, side), truth) for side in (height, width))
+
+    def smooth(x: Tensor) -> Tensor:
+        x = F.conv2d(x, down.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
+        return F.conv2d(x, across.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
+
+    mean_a, mean_b = smooth(picture), smooth(truth)
+    variance_a, variance_b = smooth(picture * picture) - mean_a.square(), smooth(truth * truth) - mean_b.square()
+    covariance = smooth(picture * truth) - mean_a * mean_b
+    luminance = (2 * mean_a * mean_b + _C1) / (mean_a.square() + mean_b.square() + _C1)
+    structure = (2 * covariance + _C2) / (variance_a + variance_b + _C2)
+    return (luminance * structure).flatten(1).mean(1)
+
+
+def _gaussian(size: int, like: Tensor) -> Tensor:
+    place = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
+    weight = torch.exp(-place.square() / (2 * _SIGMA ** 2))
+    return weight / weight.sum()
+
+
+def histogram(tokens: Tensor, num_tokens: int) -> Tensor:
+    """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
+
+    The mean of rows over samples is the histogram of all of them, however they were batched.
+    """
+    flat = tokens.flatten(1)                                                                      # (B, N)
+    shares = torch.full_like(flat, 1.0 / flat.shape[1], dtype=torch.float32)
+    return torch.zeros(len(flat), num_tokens, device=flat.device).scatter_add_(1, flat, shares)
+
+
+def codebook_usage(shares: Tensor) -> tuple[float, float]:
+    """Perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens never met, of a histogram (K,)."""
+    shares = shares.double() / shares.double().sum()
+    perplexity = torch.special.entr(shares).sum().exp().item()
+    return perplexity, (shares == 0).double().mean().item()

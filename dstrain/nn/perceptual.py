@@ -1,0 +1,100 @@
+"""The perceptual distance LPIPS (Zhang et al. 2018, "The unreasonable effectiveness of deep features"), with VGG-16.
+
+Features after the last ReLU of each of the five stages, scaled to unit length over channels; squared differences,
+weighted by the published heads, averaged over places and summed over stages. Weights are read from a local path.
+"""
+
+import pickle
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+CHANNELS = (64, 128, 256, 512, 512)               # of the five stages
+_ENDS = (3, 8, 15, 22, 29)                        # their last ReLU, as torchvision numbers VGG-16's features
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pictures in [0, 1]
+_REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
+           "of LPIPS 0.1 (vgg.pth), or without it set the perceptual weight to 0")
+
+
+class Perceptual(nn.Module):
+    """LPIPS 0.1 with VGG-16; frozen. ValueError: no weights at `path`, or not all of them, with the remedy."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        from torchvision.models import vgg16      # slow to import, and only users of this distance need it
+
+        self.features = vgg16(weights=None).features[: _ENDS[-1] + 1]
+        for layer in self.features:
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = False             # the distance reads what it would overwrite
+        self.heads = nn.ParameterList(torch.full((channels,), 1.0 / channels) for channels in CHANNELS)
+        self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
+        self._load(Path(path).expanduser())
+        self.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "Perceptual":
+        """Stays in evaluation mode, whatever the networks around it do."""
+        return super().train(False)
+
+    def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
+        """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
+        distance = picture.new_zeros(len(picture), dtype=torch.float32)
+        for one, other, head in zip(self._stages(picture), self._stages(truth), self.heads):
+            difference = (_unit(one) - _unit(other)).square()                                     # (B, c, h, w)
+            distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
+        return distance
+
+    def _stages(self, x: Tensor) -> list[Tensor]:
+        x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
+        x, found = (x - self.mean) / self.std, []
+        for number, layer in enumerate(self.features):
+            x = layer(x)
+            if number in _ENDS:
+                found.append(x)
+        return found
+
+    def _load(self, path: Path) -> None:
+        files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ValueError(f"perceptual.path: no weights are at {path}: {_REMEDY}")
+        found: dict[str, Tensor] = {}
+        for file in files:
+            found |= _named(_read(file))
+        wanted = self.state_dict()
+        for name, tensor in wanted.items():
+            theirs = tuple(found[name].shape) if name in found else "absent"
+            if theirs != tuple(tensor.shape):
+                raise ValueError(f"perceptual.path: {name} is {theirs} at {path}, and {tuple(tensor.shape)} is "
+                                 f"needed: {_REMEDY}")
+        self.load_state_dict({name: found[name].float() for name in wanted})
+
+
+def _unit(features: Tensor) -> Tensor:
+    # The root's gradient at 0, where no unit is active, would be infinite.
+    return features / (features.square().sum(1, keepdim=True).clamp(min=1e-20).sqrt() + 1e-10)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {_REMEDY}") \
+            from None
+
+
+def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
+    found = {}
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"(?:net\.slice\d|features)\.(\d+)\.(weight|bias)", name):
+            found[f"features.{match[1]}.{match[2]}"] = tensor
+        elif match := re.fullmatch(r"lins?\.?(\d)\.model\.1\.weight", name):
+            found[f"heads.{match[1]}"] = tensor.flatten()
+    return found

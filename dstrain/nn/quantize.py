@@ -1,0 +1,81 @@
+"""Categorical latents that gradients pass: Gumbel-softmax, straight-through and ReinMax, and their codebook.
+
+Notation: K tokens; theta the logits, pi = softmax(theta), D a one-hot sample of pi; J(p) = diag(p) - p p^T, the
+Jacobian of softmax where its value is p. With Gumbel noise g, argmax(theta + g) is such a D (Gumbel 1954), and
+softmax((theta + g) / temperature) its relaxation (Jang et al. 2017, Maddison et al. 2017).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dstrain import draws
+
+SAMPLINGS = ("soft", "straight_through", "reinmax")
+_LEAST = 2.0 ** -25                               # below the least uniform above 0, whose logarithm is finite
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least: softmax and logarithms of many tokens are not for bfloat16."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
+    return -torch.log(-torch.log(draws.uniform(key, name, shape).clamp(min=_LEAST)))
+
+
+def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
+    """A sample of each categorical over axis 1 as weights of its K tokens: (B, K, ...), alike, (B,) -> (B, K, ...).
+
+    soft              softmax((theta + g) / temperature): no token, but a gradient without bias for the relaxed loss.
+    straight_through  a token forwards, the gradient of soft backwards.
+    reinmax           a token forwards, second order backwards, see below.
+    """
+    temperature = temperature.view(-1, *(1,) * (logits.ndim - 1)).to(logits.dtype)
+    noisy = logits + noise
+    if sampling == "soft":
+        return (noisy / temperature).softmax(1)
+    hard = torch.zeros_like(logits).scatter_(1, noisy.argmax(1, keepdim=True), 1.0)
+    if sampling == "straight_through":
+        return _with_gradient_of(hard, (noisy / temperature).softmax(1))
+    if sampling == "reinmax":
+        return _with_gradient_of(hard, _reinmax(logits, hard, temperature))
+    raise ValueError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
+
+
+def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
+    """Something whose Jacobian in the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
+
+    Liu et al. 2023 ("Bridging discrete and backpropagation", arXiv:2304.08612): differences of the loss between tokens
+    by the trapezoid rule (Heun) instead of one gradient (Euler), which at temperature 1 is exact for quadratic losses.
+    p * (theta - <p, theta>) with p held fixed has the Jacobian J(p); so no logarithm of a vanishing p is needed.
+    """
+    pi = logits.detach().softmax(1)
+    halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
+    turned = lambda p: p * (logits - (p * logits).sum(1, keepdim=True))
+    return 2 * turned(halfway) - turned(pi) / 2
+
+
+def _with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    return value + (other - other.detach())
+
+
+def kl_to_uniform(logits: Tensor) -> Tensor:
+    """KL(softmax(logits) || uniform) in nats, summed over positions: (B, K, ...) -> (B,)."""
+    log_q = logits.log_softmax(1)
+    return (log_q.exp() * (log_q + math.log(logits.shape[1]))).flatten(1).sum(1)
+
+
+class Codebook(nn.Embedding):
+    """A vector for each token, channels first: tokens int64 (B, h, w), or their weights (B, K, h, w) -> (B, D, h, w).
+
+    Both through the one call, since under ZeRO-3 the table is there only within it.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_floating_point():
+            return torch.einsum("bkhw,kd->bdhw", tokens.to(self.weight.dtype), self.weight)
+        return F.embedding(tokens, self.weight).permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,183 @@
+"""What determines an autoencoder: one line for each field. The section that is given, discrete or kl, is the kind."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dstrain import config
+from dstrain.nn.adversarial import least_size
+from dstrain.nn.quantize import SAMPLINGS
+
+RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
+
+
+class Section(config.Section):
+    """A part of a recipe, in which a field's description is the line below it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Temperature(Section):
+    schedule: Literal["exponential", "cosine", "legacy", "constant"] = "exponential"
+    """From start to minimum over `steps`, by a constant factor or half a cosine; legacy compounds, as train_vae did."""
+    start: float = Field(1.0, gt=0)
+    """Of step 0; constant keeps it."""
+    minimum: float = Field(0.0625, gt=0)
+    """Where it ends; held-out data are always measured there."""
+    steps: int = Field(150_000, ge=1)
+    """Optimizer steps to the minimum (exponential, cosine)."""
+    rate: float = Field(1e-6, ge=0)
+    """legacy: every 100 steps the temperature, as it is by then, is multiplied by exp(-rate * step)."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> "Temperature":
+        if self.schedule != "constant" and self.minimum > self.start:
+            raise ValueError(f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
+                             "start, or take schedule constant")
+        return self
+
+
+class Discrete(Section):
+    """The discrete VAE of Ramesh et al. 2021 with the network of DALLE-pytorch, by its constructor's names."""
+
+    num_tokens: int = Field(8192, ge=2)
+    """Entries of the codebook."""
+    codebook_dim: int = Field(512, ge=1)
+    """Width of an entry."""
+    num_layers: int = Field(3, ge=1)
+    """Halvings of the side: a token stands for a square of 2 ** num_layers pixels."""
+    num_resnet_blocks: int = Field(0, ge=0)
+    """Residual blocks at the tokens' resolution, in the encoder and in the decoder."""
+    hidden_dim: int = Field(64, ge=1)
+    """Width of every layer in between."""
+    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """Means and standard deviations by channel, of pixels in [0, 1]; None: 0.5 and 0.5, for alpha 0 and 1."""
+    sampling: Literal[SAMPLINGS] = "soft"
+    """How a token is drawn: relaxed, or as one token with the gradient of the relaxation or of ReinMax."""
+    temperature: Temperature = Temperature()
+    """Of the relaxation, by step."""
+    reconstruction: Literal[RECONSTRUCTIONS] = "mse"
+    """Mean over values; mse and smooth_l1 of normalized pixels, logit_laplace a likelihood in nats."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Of the KL divergence from uniform; 1 is the evidence lower bound of logit_laplace, DALL-E's is 6.6."""
+    kl_warmup: int = Field(0, ge=0)
+    """Steps in which the weight grows from 0."""
+    kl_form: Literal["per_sample", "legacy"] = "per_sample"
+    """per_sample: nats of a sample / values of its image. legacy: nats of the micro-batch, undivided, as published."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> "Discrete":
+        if self.normalization and min(self.normalization[1]) <= 0:
+            raise ValueError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
+        return self
+
+
+class Perceptual(Section):
+    path: str
+    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
+    weight: float = Field(1.0, ge=0)
+    """Of LPIPS, beside the mean absolute or squared error; 0 leaves it out."""
+
+
+class Discriminator(Section):
+    start: int = Field(50_000, ge=0)
+    """First optimizer step at which it learns and is learned from."""
+    weight: float = Field(0.5, ge=0)
+    """Length of the adversarial gradient with respect to the picture / length of the reconstruction's."""
+    n_layers: int = Field(3, ge=1)
+    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
+    base_channels: int = Field(64, ge=1)
+    """Width of the first layer."""
+
+
+class KL(Section):
+    """The autoencoder of Rombach et al. 2022 (LDM), with diffusers' AutoencoderKL as the network, by its names."""
+
+    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    """Width at each resolution; the latents' side is the image's / 2 ** (their number - 1)."""
+    layers_per_block: int = Field(2, ge=1)
+    """Residual blocks at each resolution of the encoder (the decoder has one more)."""
+    latent_channels: int = Field(4, ge=1)
+    """Channels of the latents."""
+    norm_num_groups: int = Field(32, ge=1)
+    """Groups of every GroupNorm; divides each of block_out_channels."""
+    quant_conv: bool = True
+    """Whether 1 x 1 convolutions stand about the latents: Stable Diffusion 1 and 2 have them, 3 has not."""
+    mid_block_add_attention: bool = True
+    """Whether the lowest resolution attends to itself."""
+    reconstruction: Literal["l1", "mse"] = "l1"
+    """Mean absolute or squared error of pixels in [-1, 1]."""
+    kl_weight: float = Field(1e-6, ge=0)
+    """Of the KL divergence from the standard normal in nats of a sample / values of its image: LDM's scale."""
+    perceptual: Perceptual | None = None
+    """LPIPS beside the reconstruction; None: without."""
+    discriminator: Discriminator | None = None
+    """An adversary of patches, as a network of its own; None: without."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "KL":
+        odd = [width for width in self.block_out_channels if width % self.norm_num_groups]
+        if odd or not self.block_out_channels:
+            raise ValueError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
+                             f"norm_num_groups, {self.norm_num_groups}")
+        return self
+
+
+class Config(Section):
+    image_size: int = Field(256, ge=1)
+    """Side of the images in pixels; a multiple of `factor`, 2 to the number of halvings."""
+    channels: Literal[1, 3, 4] = 3
+    """Of the images: 1 grey, 3 RGB, 4 RGBA."""
+    discrete: Discrete | None = None
+    """A discrete autoencoder."""
+    kl: KL | None = None
+    """An autoencoder with a Gaussian posterior."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if (self.discrete is None) == (self.kl is None):
+            given = "neither is" if self.kl is None else "both are"
+            raise ValueError(f"discrete and kl: {given} given; give the section of the kind you want ({{}} is all "
+                             "defaults)")
+        if self.image_size % self.factor:
+            whole = max(self.image_size // self.factor, 1) * self.factor
+            by = "kl.block_out_channels" if self.kl else "discrete.num_layers"
+            raise ValueError(f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of {by}; "
+                             f"take {whole} or {whole + self.factor}, or another {by}")
+        if self.discrete and self.discrete.normalization:
+            lengths = [len(values) for values in self.discrete.normalization]
+            if lengths != [self.channels] * 2:
+                raise ValueError(f"discrete.normalization has {lengths[0]} means and {lengths[1]} deviations, channels "
+                                 f"is {self.channels}: give one of each for every channel")
+        if self.kl and self.kl.perceptual and self.channels == 4:
+            raise ValueError("kl.perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
+        if self.kl and self.kl.perceptual and self.image_size < 16:
+            raise ValueError(f"kl.perceptual halves the side four times, image_size is {self.image_size}: take 16 or "
+                             "more")
+        if self.kl and self.kl.discriminator:
+            n_layers = self.kl.discriminator.n_layers
+            if self.image_size < least_size(n_layers):
+                raise ValueError(f"kl.discriminator.n_layers {n_layers} needs images of {least_size(n_layers)} pixels, "
+                                 f"image_size is {self.image_size}: take fewer layers")
+        return self
+
+    @property
+    def factor(self) -> int:
+        """Image side / latent side."""
+        return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of an image: channels, height, width."""
+        return self.channels, self.image_size, self.image_size
+
+    @classmethod
+    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+        """The section with what the data say where it is silent."""
+        return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model."""
+        return [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
+                for name, ours, theirs in (("image_size", self.image_size, run.data.image_size),
+                                           ("channels", self.channels, run.data.channels)) if ours != theirs]

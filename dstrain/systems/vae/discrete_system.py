@@ -1,0 +1,114 @@
+"""The discrete VAE as a system: relaxed tokens, annealed; Ramesh et al. 2021 (DALL-E) and DALLE-pytorch.
+
+All randomness is drawn from the samples' keys by name: gumbel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.nn.measures import codebook_usage, histogram
+from dstrain.nn.quantize import gumbel, kl_to_uniform
+from dstrain.systems.base import Example, Nets, Terms
+from dstrain.systems.vae import losses
+from dstrain.systems.vae.config import Config
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, usual
+from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
+from dstrain.systems.vae.system import AutoencoderSystem, likeness
+
+
+class DiscreteSystem(AutoencoderSystem):
+    """One part, `autoencoder`."""
+
+    encodes = True
+
+    remedies = (
+        (r"^codebook", "discrete.num_tokens and discrete.codebook_dim"),
+        (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
+        (r"", "discrete.num_layers, num_resnet_blocks, hidden_dim, num_tokens, codebook_dim and channels"),
+    )
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.parts = {"autoencoder": self.learn}
+        self.chosen = config.discrete
+        side = config.image_size // config.factor
+        self.latent_shape = (self.chosen.num_tokens, side, side)
+
+    def networks(self) -> dict[str, nn.Module]:
+        chosen = self.chosen
+        return {"autoencoder": DiscreteVAE(
+            self.config.image_size, chosen.num_tokens, chosen.codebook_dim, chosen.num_layers, chosen.num_resnet_blocks,
+            chosen.hidden_dim, self.config.channels, sampling=chosen.sampling,
+            logit_laplace=chosen.reconstruction == "logit_laplace", normalization=chosen.normalization)}
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def learn(self, nets: Nets, example: Example) -> Terms:
+        """Reconstruction of one relaxed sample and the divergence of the tokens from uniform (kl, in nats a sample)."""
+        terms, _ = self._terms(nets, example)
+        loss = terms["loss"].mean()
+        if self.chosen.kl_form == "legacy":       # the original divides by 1: nats of the whole micro-batch
+            loss = terms["recon"].mean() + (terms["kl_weight"] * terms["kl"]).sum()
+        return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
+
+    @torch.no_grad()
+    def evaluate(self, nets: Nets, example: Example) -> Terms:
+        """Terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their usage (B, K)."""
+        terms, passed = self._terms(nets, example)
+        tokens = passed.logits.argmax(1)
+        hard = 2 * nets["autoencoder"].decode(tokens) - 1
+        return terms | likeness(hard, example["x_start"]) | {"usage": histogram(tokens, self.chosen.num_tokens)}
+
+    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
+        perplexity, dead = codebook_usage(means["usage"])
+        return {"perplexity": perplexity, "dead_tokens": dead}
+
+    def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
+        """By a relaxed sample at the final temperature, and by the likeliest tokens."""
+        network, passed = nets["autoencoder"], self._pass(nets, example)[0]
+        return [2 * picture - 1 for picture in (network.pixels(passed.out), network.decode(passed.logits.argmax(1)))]
+
+    def _pass(self, nets: Nets, example: Example) -> tuple[Relaxed, Tensor]:
+        """One pass of the network, and the temperature (B,) of it."""
+        x, key = (example["x_start"] + 1) / 2, example["key"]
+        temperature = torch.full_like(x[:, 0, 0, 0], final_temperature(self.chosen.temperature))
+        if "step" in example:
+            temperature = temperature_at(self.chosen.temperature, example["step"])
+        return nets["autoencoder"](x, gumbel(key, "gumbel", self.latent_shape), temperature), temperature
+
+    def _terms(self, nets: Nets, example: Example) -> tuple[Terms, Relaxed]:
+        """All by sample (B,), with their graph."""
+        chosen, x = self.chosen, (example["x_start"] + 1) / 2
+        passed, temperature = self._pass(nets, example)
+        if chosen.reconstruction == "logit_laplace":
+            recon = losses.logit_laplace(passed.out, x)
+        else:
+            recon = getattr(losses, chosen.reconstruction)(passed.out, passed.target)
+        weight = torch.full_like(recon, chosen.kl_weight)
+        if "step" in example:
+            weight = weight_at(chosen.kl_weight, chosen.kl_warmup, example["step"])
+        kl = kl_to_uniform(passed.logits)
+        # legacy weighs undivided nats; by sample that is a batch of one.
+        unit = 1 if chosen.kl_form == "legacy" else self.values
+        return {"loss": recon + weight * kl / unit, "recon": recon, "kl": kl, "kl_weight": weight,
+                "temperature": temperature}, passed
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    @torch.no_grad()
+    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """tokens: the likeliest, int64 (B, h, w)."""
+        return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
+
+    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Architecture and normalization, and all weights."""
+        names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
+        said = {name: getattr(self.chosen, name) for name in names} | {"channels": self.config.channels}
+        return said | {"normalization": self.chosen.normalization or usual(self.config.channels)}, \
+            nets["autoencoder"].state_dict()
+
+    def blocks(self) -> tuple[type[nn.Module], ...]:
+        return (Down, Up, ResBlock) if self.chosen.num_resnet_blocks else (Down, Up)

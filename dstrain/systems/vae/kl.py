@@ -1,0 +1,67 @@
+"""The KL autoencoder's network: diffusers' AutoencoderKL in one forward pass.
+
+Its encoder, decoder and the convolutions between them stand here under their own names, so that the state dict is that
+of an AutoencoderKL, in both directions, without a renamed key. What is left out is diffusers' forward (which draws from
+torch's generator), tiling and slicing. Images are float in [-1, 1]; B samples, c latent channels, h = H / factor.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_LOG_VARIANCE = (-30.0, 20.0)                     # limits of diffusers' posterior, and LDM's
+
+
+class Pass(NamedTuple):
+    """What a loss reads of one pass."""
+
+    picture: Tensor                               # (B, C, H, W)
+    mean: Tensor                                  # of the posterior, (B, c, h, w)
+    log_variance: Tensor                          # of the posterior, (B, c, h, w)
+
+
+class KLAutoencoder(nn.Module):
+    """Arguments as AutoencoderKL's; quant_conv is its use_quant_conv and use_post_quant_conv."""
+
+    def __init__(self, channels: int, block_out_channels: tuple[int, ...], layers_per_block: int, latent_channels: int,
+                 norm_num_groups: int, quant_conv: bool, mid_block_add_attention: bool) -> None:
+        super().__init__()
+        from diffusers import AutoencoderKL       # slow to import, and only users of this network need it
+
+        stages = len(block_out_channels)
+        whole = AutoencoderKL(
+            in_channels=channels, out_channels=channels, down_block_types=("DownEncoderBlock2D",) * stages,
+            up_block_types=("UpDecoderBlock2D",) * stages, block_out_channels=block_out_channels,
+            layers_per_block=layers_per_block, latent_channels=latent_channels, norm_num_groups=norm_num_groups,
+            use_quant_conv=quant_conv, use_post_quant_conv=quant_conv, mid_block_add_attention=mid_block_add_attention)
+        self.config = whole.config                # what diffusers would save beside the weights
+        self.encoder, self.decoder = whole.encoder, whole.decoder
+        self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
+
+    def forward(self, x: Tensor, noise: Tensor) -> Pass:
+        """Images and standard normal noise of the latents' shape."""
+        mean, log_variance = self.encode(x)
+        return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
+        moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))                           # (B, 2c, h, w)
+        if self.quant_conv is not None:
+            moments = self.quant_conv(moments)
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        return mean, log_variance.clamp(*_LOG_VARIANCE)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images, about in [-1, 1]: latents as encoded, not scaled, (B, c, h, w) -> float32 (B, C, H, W)."""
+        latents = latents.to(self.decoder.conv_in.weight.dtype)
+        if self.post_quant_conv is not None:
+            latents = self.post_quant_conv(latents)
+        return self.decoder(latents).float()
+
+
+def blocks() -> tuple[type[nn.Module], ...]:
+    """The network's repeated units: one for each resolution."""
+    from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
+
+    return DownEncoderBlock2D, UpDecoderBlock2D

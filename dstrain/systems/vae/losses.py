@@ -1,0 +1,41 @@
+"""Reconstruction losses, by sample: means over the values of an image.
+
+logit_laplace is that of Ramesh et al. 2021 (DALL-E, appendix A.3): pixels in [0, 1] are moved into [eps, 1 - eps] by
+phi(x) = (1 - 2 eps) x + eps, and y = phi(x) has the density exp(-|logit(y) - mu| / b) / (2 b y (1 - y)).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 0.1
+# Below this scale the density would be finer than the 256 levels of a pixel, and grow without bound on flat areas.
+LEAST_LOG_SCALE = -6.0
+
+
+def l1(picture: Tensor, truth: Tensor) -> Tensor:
+    return (picture - truth).abs().flatten(1).mean(1)                                             # (B,)
+
+
+def mse(picture: Tensor, truth: Tensor) -> Tensor:
+    return (picture - truth).square().flatten(1).mean(1)                                          # (B,)
+
+
+def smooth_l1(picture: Tensor, truth: Tensor) -> Tensor:
+    return F.smooth_l1_loss(picture, truth, reduction="none").flatten(1).mean(1)                  # (B,)
+
+
+def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
+    """Negative log-density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W) -> (B,)."""
+    mean, log_scale = out.chunk(2, dim=1)
+    log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
+    y = (1 - 2 * EPS) * truth + EPS
+    nats = math.log(2) + log_scale + torch.log(y * (1 - y)) + (torch.logit(y) - mean).abs() * torch.exp(-log_scale)
+    return nats.flatten(1).mean(1)
+
+
+def from_logit_laplace(out: Tensor) -> Tensor:
+    """Pixels in [0, 1] of the medians: (B, 2C, H, W) -> (B, C, H, W)."""
+    return ((out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)).clamp(0, 1)

@@ -1,0 +1,41 @@
+"""Temperature and KL weight as functions of the step, for a whole batch at once and without a look at the device."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dstrain.systems.vae.config import Temperature
+
+_INTERVAL = 100                                   # steps between two updates of the legacy temperature
+
+
+def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
+    """The temperature at each optimizer step: int64 (B,) -> float32 (B,).
+
+    legacy has a closed form: after the updates at steps 0, 100, ..., 100 n, each of which multiplied by
+    exp(-rate * step), the exponents have added up to rate * 100 * n (n + 1) / 2. The update of a step follows it.
+    """
+    progress = (step.double() / schedule.steps).clamp(max=1)
+    start, minimum = schedule.start, schedule.minimum
+    if schedule.schedule == "exponential":
+        value = start * torch.exp(progress * math.log(minimum / start))
+    elif schedule.schedule == "cosine":
+        value = minimum + (start - minimum) * (1 + torch.cos(math.pi * progress)) / 2
+    elif schedule.schedule == "legacy":
+        updates = torch.div(step - 1, _INTERVAL, rounding_mode="floor").clamp(min=0).double()
+        value = (start * torch.exp(-schedule.rate * _INTERVAL * updates * (updates + 1) / 2)).clamp(min=minimum)
+    else:
+        value = torch.full_like(progress, start)
+    return value.float()
+
+
+def final_temperature(schedule: Temperature) -> float:
+    """Where the schedule ends: that of held-out data, so that their figures can be compared between steps."""
+    return schedule.start if schedule.schedule == "constant" else schedule.minimum
+
+
+def weight_at(weight: float, warmup: int, step: Tensor) -> Tensor:
+    """A weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) -> float32 (B,)."""
+    return (weight * (step.double() / max(warmup, 1)).clamp(max=1) if warmup else torch.full_like(step.double(), weight)
+            ).float()

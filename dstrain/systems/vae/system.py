@@ -1,0 +1,64 @@
+"""What both kinds of autoencoder share: they begin from data, have pictures in place of samples, and load by name.
+
+The loss of a sample is reconstruction (a mean over the values of its image) plus kl_weight * KL in nats / values of its
+image: the evidence lower bound of the image, divided by its number of values, so that weights carry over between sizes.
+"""
+
+import torch
+from torch import Tensor
+
+from dstrain import draws
+from dstrain.nn.measures import psnr, ssim
+from dstrain.systems.base import Batch, Example, Nets, System, Terms
+from dstrain.systems.vae import weights
+from dstrain.systems.vae.config import Config
+
+
+class AutoencoderSystem(System):
+    """The part `autoencoder` and what is measured and shown of it. `config` says what each choice means."""
+
+    generates = False
+    starts_from_data = True
+    averaged = ("autoencoder",)
+    remedies: tuple[tuple[str, str], ...]         # for weights that do not fit: pattern of a name -> recipe fields
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.values = config.channels * config.image_size ** 2                    # of an image
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Example:
+        """x_start in [-1, 1]. ValueError: images of another shape than the model's."""
+        found = tuple(batch["image"].shape[1:])
+        if found != self.config.shape:
+            raise ValueError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
+                             f"image_size, the data give {found}; change the one or the other")
+        return super().encode(batch)
+
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """reconstruction: of each sample, side by side on one scale, the original and what the network makes of it."""
+        shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
+        return {"reconstruction": ((shown + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)}
+
+    def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
+        """What is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
+        raise NotImplementedError
+
+    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Files of the original trainers, see weights.py."""
+        with torch.device("meta"):
+            network = self.networks()[part]
+        return weights.adapt(state, network, self.remedies)
+
+    def synthetic(self, batch_size: int) -> Batch:
+        """Pixels with keys, of step 0."""
+        positions = torch.arange(batch_size)
+        key = draws.keys(0, 0, positions)
+        image = draws.integers(key, "image", 256, self.config.shape).to(torch.uint8)
+        return {"key": key, "position": positions, "image": image}
+
+
+def likeness(picture: Tensor, truth: Tensor) -> Terms:
+    """psnr in dB and ssim by sample, of pictures in [-1, 1], clamped to it."""
+    picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
+    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}

@@ -1,0 +1,57 @@
+"""A trained KL autoencoder as diffusers' AutoencoderKL: the weights keep their names, so that nothing is converted.
+
+What every system's to_diffusers.py offers to dstrain/export.py:
+
+    NAME                                       what it becomes
+    save(system, nets, folder, statistics)     writes what diffusers loads; ValueError: it cannot be expressed, and why
+    errors(system, nets, folder, example)      what diffusers makes of it, read again, against the trained networks: the
+                                               largest relative difference by name
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
+from dstrain.systems.base import Example
+from dstrain.systems.vae.kl_system import KLSystem
+from dstrain.systems.vae.system import AutoencoderSystem
+
+NAME = "AutoencoderKL"
+
+
+def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
+         statistics: Callable[[], dict[str, Any]]) -> None:
+    """A folder with config.json and weights; `statistics` gives scaling_factor, 1 / std of the latents."""
+    from diffusers import AutoencoderKL
+
+    if not isinstance(system, KLSystem):
+        raise ValueError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL")
+    network = nets["autoencoder"]
+    config = {name: value for name, value in network.config.items() if name[0] != "_"}
+    config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}
+    with torch.device("meta"):
+        model = AutoencoderKL(**config)
+    model.load_state_dict(network.state_dict(), assign=True)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+    """Of the posterior's mean and deviation, and of the decoded mean. ValueError: the weights have other bits."""
+    read = Autoencoder(str(folder)).to(example["x_start"].device)
+    ours, theirs = fingerprint(*system.identity(nets)), read.fingerprint()
+    if ours != theirs:
+        raise ValueError(f"{folder} was read back as the first stage {theirs}, the trained one is {ours}")
+    codes = system.codes(nets, example)
+    mean, std = posterior(read.vae, example["x_start"])
+    decoded = read.vae.decode(codes["latent_mean"]).sample
+    return {"mean": _apart(mean, codes["latent_mean"]), "std": _apart(std, codes["latent_std"]),
+            "decoded": _apart(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
+
+
+def _apart(theirs: Tensor, ours: Tensor) -> float:
+    return float((theirs - ours).abs().max() / ours.abs().max())

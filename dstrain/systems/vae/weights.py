@@ -1,0 +1,40 @@
+"""Fitting files of the original trainers to our networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
+
+import re
+
+from torch import Tensor, nn
+
+from dstrain.nn.fitting import Remedies, require_fit, shapes_of
+
+_PART = "vae."                                    # of a DALL-E checkpoint, whose other entries are the transformer's
+
+# What diffusers called the attention of older files, Stable Diffusion's among them.
+_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
+    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
+
+    Raises ValueError at the first other difference, with both shapes and the remedy, and for files whose weights are
+    elsewhere.
+    """
+    shapes, notes = shapes_of(network), []
+    inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
+    if inner and not shapes.keys() & state.keys():
+        notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")
+        state = inner
+    state = {_renamed(name): tensor for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if name in shapes and tuple(tensor.shape) in ((0,), (1,)) and shapes[name] != tuple(tensor.shape):
+            raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)} in the file and {shapes[name]} in the "
+                             "network: a placeholder, which ZeRO-3 leaves where a rank does not hold a weight. Gather "
+                             "the weights from the DeepSpeed folder saved beside it (vae-ds-cp, zero_to_fp32.py in it) "
+                             "and give that file")
+        if name in shapes and tuple(tensor.shape) == (*shapes[name], 1, 1):
+            state[name] = tensor[:, :, 0, 0]                              # attention as convolutions of 1 x 1
+    require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
+    return state, notes
+
+
+def _renamed(name: str) -> str:
+    return re.sub(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.", lambda m: m[1] + _ATTENTION[m[2]] + ".", name)

@@ -1,0 +1,44 @@
+"""A generator and a discriminator as two engines, ZeRO 0 to 3 on 2 ranks through the real launcher."""
+
+import json
+
+import pytest
+
+from tests.engine.check_turns import SAVED, START, STEPS
+from tests.support.launch import launch
+
+CASES = [f"{stage}-{micro}" for stage in (0, 1, 2, 3) for micro in (4, 2)]       # micro-batch 2: two micro-steps
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("turns")
+    launch("tests/engine/check_turns.py", folder, num=2, timeout=600)
+    return json.loads((folder / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights(figures, case):
+    """Oracle: plain torch, one graph through both networks and two AdamW: eight steps, an adversary from step 3 on."""
+    for part, difference in figures[case]["weights"].items():
+        assert difference < 1e-6 < 1e-3 < figures[case]["moved"][part], part
+    assert figures[case]["ema"] < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_that_waits(figures, case):
+    """Oracle: its initial weights, no update, and no step that would count as skipped."""
+    found = figures[case]
+    assert found["waited"] == 0
+    assert found["updates_at_start"] == {"autoencoder": START, "discriminator": 0}
+    assert found["updates"] == {"autoencoder": STEPS, "discriminator": STEPS - START}
+    assert found["applied"] == [["autoencoder"]] * START + [["autoencoder", "discriminator"]] * (STEPS - START)
+    assert found["all_applied"] and found["skipped"] == 0
+    assert {"autoencoder/grad_norm", "discriminator/param_norm"} <= set(found["figures"])
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_resume(figures, stage):
+    """Oracle: the run without a break, bit for bit: weights, moments, average and counts of both parts."""
+    assert figures["resumed"][str(stage)] == {str(step): [] for step in SAVED}

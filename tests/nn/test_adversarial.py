@@ -1,0 +1,59 @@
+"""The discriminator of patches and the balance of its gradient."""
+
+import pytest
+import torch
+
+from dstrain.nn.adversarial import PatchDiscriminator, balance, gradient, hinge, least_size
+
+
+def test_receptive_field_and_size():
+    """Oracle: the published network: 70 x 70 pixels for three layers, 30 x 30 logits of 256 pixels, 2.8 M weights."""
+    network = PatchDiscriminator()
+    assert network(torch.zeros(1, 3, 256, 256)).shape == (1, 1, 30, 30)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert count == pytest.approx(2.77e6, rel=0.01)
+    # Without norms, which look at the whole picture, what a logit sees is what the convolutions reach.
+    convolutions = torch.nn.Sequential(*(layer for layer in network.main if isinstance(layer, torch.nn.Conv2d)))
+    x = torch.zeros(1, 3, 128, 128, requires_grad=True)
+    convolutions(x)[0, 0, 7, 7].backward()
+    rows = x.grad.abs().sum((0, 1, 3)).nonzero()
+    assert int(rows.max() - rows.min()) + 1 == 70
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3])
+def test_least_size(n_layers):
+    """Oracle: one logit at that size, and none below."""
+    network = PatchDiscriminator(1, 8, n_layers)
+    side = least_size(n_layers)
+    assert network(torch.zeros(1, 1, side, side)).shape == (1, 1, 1, 1)
+    with pytest.raises(RuntimeError):
+        network(torch.zeros(1, 1, side - 2 ** n_layers, side - 2 ** n_layers))
+
+
+def test_a_sample_is_judged_alone():
+    """Oracle: the same sample among others; BatchNorm would differ."""
+    torch.manual_seed(0)
+    network, x = PatchDiscriminator(3, 16, 2), torch.randn(5, 3, 24, 24)
+    torch.testing.assert_close(network(x)[2:3], network(x[2:3]), rtol=1e-5, atol=1e-6)
+    assert not any("running" in name for name, _ in network.named_buffers())
+
+
+def test_hinge():
+    """Oracle: by hand."""
+    real, fake = torch.tensor([[2.0, 0.0], [-1.0, 1.0]]), torch.tensor([[-2.0, 0.5], [-1.0, -3.0]])
+    assert hinge(real, fake).tolist() == [(0.5 + 0.75) / 2, (1.0 + 0.0) / 2]
+
+
+def test_balance():
+    """Oracle: lengths by hand; the cap; each sample by itself."""
+    one, other = torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2)
+    one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
+    one[0, 0, 0, 1] = 4.0
+    found = balance(one, other, most=7e3)
+    torch.testing.assert_close(found, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
+
+
+def test_gradient():
+    """Oracle: the derivative of a square, each sample's of its own value only."""
+    x = torch.randn(3, 1, 2, 2, requires_grad=True)
+    torch.testing.assert_close(gradient(x.square().flatten(1).sum(1), x), 2 * x.detach())
