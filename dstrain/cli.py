@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain import ranks, recipe, systems
-from dstrain.config import ConfigError, Run
+from dstrain.config import ConfigError, Data, Run
 from dstrain.engine import settings
 from dstrain.folders import last_saved
 
@@ -126,6 +126,7 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
     problems: list[str] = []
     resolved: dict[str, Any] = {}
     try:
+        run = run.model_copy(update={"data": _data(run)})
         run = recipe.check(run, systems.config_class(run.system))
         problems += _conflicts(run)
     except ConfigError as error:
@@ -245,6 +246,14 @@ def _find(option: str, given: Path | None, default: Path, root: Path) -> Path:
     raise ConfigError(f"{option} {path}: there is no such file{recipe.nearby(beside, f'*{default.suffix}')}")
 
 
+def _data(run: Run) -> Data:
+    from dstrain.data.sources import completed, require_kind
+
+    found = completed(run.data)
+    require_kind(found, run.system, systems.config_class(run.system).model_fields)
+    return found
+
+
 def _conflicts(run: Run) -> list[str]:
     """What the model section and the others say differently, as far as every system's names tell."""
     model, problems = run.model, []
@@ -269,7 +278,7 @@ def _data_and_folder(run: Run, options: Options) -> list[str]:
     from dstrain.data.sources import open_sources
 
     try:
-        source, unseen = open_sources(run.data)
+        source, unseen = open_sources(run.data, verify=True)
         if run.save.best and unseen is None:
             return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
                     "data.held_out_path"]
@@ -294,8 +303,8 @@ def _paths(run: Run) -> list[str]:
         if path is None:
             continue
         if path.startswith("builtin:"):
-            if path != "builtin:fashion":
-                problems.append(f"{key}={path}: the only built-in data set is builtin:fashion")
+            if path not in ("builtin:fashion", "builtin:emoji-pairs"):
+                problems.append(f"{key}={path}: the built-in data sets are builtin:fashion and builtin:emoji-pairs")
         elif not os.path.exists(path):
             problems.append(f"{key}={path} does not exist: give a folder of images, or builtin:fashion")
         elif os.path.isdir(path) and not any(os.scandir(path)):

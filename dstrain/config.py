@@ -60,16 +60,29 @@ class Section(BaseModel):
         return value
 
 
+class Codes(Section):
+    """What the index of a cache says: filled in, not written by hand. See dstrain/data/shards.py."""
+
+    kind: Literal["latents", "tokens"]
+    shape: tuple[PositiveInt, ...]           # of one image's codes
+    flips: Literal[1, 2]                     # 2: of the mirrored image, too
+    scaling_factor: float | None             # of latents: 1 / their standard deviation
+    first_stage: str                         # fingerprint of what encoded them
+
+
 class Data(Section):
-    path: str = "builtin:fashion"            # a folder of images, one subfolder a class; or builtin:fashion
+    path: str = "builtin:fashion"            # a folder of images, one subfolder a class; or of cached latents; or
+                                             # builtin:fashion
     image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square
-    channels: Literal[1, 3] = 3              # 1 converts to grey
+    channels: Literal[1, 3, 4] = 3           # 1 converts to grey, 4 keeps transparency (RGBA)
     flip: bool = True                        # horizontal flips, drawn for each sample and step
     held_out: Fraction = 0.0                 # share of a folder kept for evaluation; the built-in set has its own
     held_out_path: str | None = None         # a folder for evaluation instead of a share
     draft: bool = False                      # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
     workers: Count | None = None             # loader processes a rank; 0 reads in the training process, None chooses
+    splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
+    codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
     @field_validator("path", "held_out_path")
     @classmethod
@@ -186,6 +199,7 @@ class Track(Section):
     project: str = "dstrain"
     entity: str | None = None
     tensorboard: bool = False
+    artifact: bool = False                   # log the trained model to wandb at the end, as an artifact
 
 
 class Faults(Section):

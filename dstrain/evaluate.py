@@ -107,7 +107,12 @@ def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batc
             terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
             means.add(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)               # a system may have shown no steps of its own
-    return means.result()
+    result = means.result()
+    curves = {name: torch.tensor([math.nan if value is None else value for value in curve], dtype=torch.float64)
+              for name, curve in result["curves"].items()}
+    for name, value in system.digest(curves).items():                    # it has no standard error, being no mean
+        (result["figures"][name],), result["standard_errors"][name] = _plain(torch.tensor([value]).double()), None
+    return result
 
 
 def _watched(bar: tqdm, rounds: int) -> Any:

@@ -48,7 +48,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                           "--allow-change")
 
 
-def claim(folder: Path, patience: float = 60.0) -> IO[str]:
+def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
     """Holds the folder against a second run for as long as the file that comes back is open; on rank 0 only.
 
     Ranks of an earlier command may still be saving: they are waited for, `patience` seconds. Raises ConfigError then.
@@ -62,8 +62,8 @@ def claim(folder: Path, patience: float = 60.0) -> IO[str]:
             return file
         except BlockingIOError:
             if time.monotonic() > end:
-                raise ConfigError(f"folder={folder}: another process trains in it; name another folder=, or stop that "
-                                  f"one first (touch {folder / 'stop'})") from None
+                raise ConfigError(busy or f"folder={folder}: another process trains in it; name another folder=, or "
+                                  f"stop that one first (touch {folder / 'stop'})") from None
             time.sleep(0.5)
         except OSError:                              # a file system without locks
             return file

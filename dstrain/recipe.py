@@ -33,7 +33,8 @@ _SYNONYMS = {
 _FIXED = ("system", "model", "data.image_size", "data.channels", "data.flip", "data.held_out",
           "data.draft", "batch.global", "seed", "optimizer", "ema")
 # The data's path may move, since their fingerprint is compared; these decide how, not what.
-_FREE = ("model.recompute", "model.guidance_channels", "optimizer.decay_steps")
+_FREE = ("model.recompute", "model.guidance_channels", "model.evaluate_steps", "model.num_candidates",
+         "model.text_encoder", "optimizer.decay_steps")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:

@@ -89,8 +89,13 @@ def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, flo
             terms = system.evaluate(nets, system.encode(batch))
         count += valid.sum().cpu()
         for name, values in terms.items():
-            if values.shape == valid.shape and name != "quartile":
-                sums[name] = sums.get(name, 0) + torch.where(valid, values.double(), 0.0).sum().cpu()
+            if values.shape[:1] == valid.shape and values.ndim in (1, 2) and name != "quartile":
+                counted = valid.view(-1, *(1,) * (values.ndim - 1))
+                sums[name] = sums.get(name, 0) + torch.where(counted, values.double(), 0.0).sum(0).cpu()
     names = sorted(sums)
-    totals = ranks.total(torch.stack([sums[name] for name in names] + [count]).to(ranks.device())).cpu()
-    return {name: (total / totals[-1]).item() for name, total in zip(names, totals)}
+    flat = torch.cat([sums[name].flatten() for name in names] + [count[None]])
+    flat = ranks.total(flat.to(ranks.device())).cpu()
+    means = {name: part.view_as(sums[name])
+             for name, part in zip(names, (flat[:-1] / flat[-1]).split([sums[name].numel() for name in names]))}
+    figures = {name: mean.item() for name, mean in means.items() if mean.ndim == 0}
+    return figures | system.digest({name: mean for name, mean in means.items() if mean.ndim == 1})

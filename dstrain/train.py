@@ -21,7 +21,7 @@ from dstrain.sampling import class_columns, draw_all, picture_all, score
 from dstrain.stops import Stops
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
-from dstrain.weights import fitted
+from dstrain.weights import fitted, write_parts
 
 DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
 
@@ -99,6 +99,9 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             if stop:
                 stops.settle()
                 break
+        if first < saved == run.steps:
+            at = saves.store.folder / f"step_{saved:08d}"
+            tracker.model(done, lambda into: write_parts(at, system.averaged or engines, run.samples.ema, into))
         tracker.note(farewell(run, folder, first, done, saved, stops))
     finally:
         batches.close()

@@ -22,7 +22,7 @@ RULES = {
     "nn": BASE, "diffusion": BASE, "encoders": (*BASE, "nn", "diffusion"),
     "systems": ("systems.base",), "systems.base": (),
     "engine": ("config", "ranks", "recipe", "__version__"),
-    "data": ("config", "ranks", "draws"), "track": ("config", "ranks"),
+    "data": ("config", "ranks", "draws"), "data.builtin.make_emoji_pairs": ("encoders",), "track": ("config", "ranks"),
     "sampling": ("ranks", "systems.base"), "weights": ("engine.checkpoint", "engine.store", "systems.base"),
     "runs": ("config", "ranks", "recipe", "engine.checkpoint", "engine.store", "systems.base", "weights"),
     "cli": (*BASE, "recipe", "systems", "folders", "data.sources", "engine.settings", "weights"),

@@ -70,7 +70,8 @@ class Batches:
     def at(self, step: int) -> Iterator[Batch]:
         """The `accumulation` micro-batches of this rank at an optimizer step, on the device.
 
-        Each is {"image": uint8 (b, C, H, W)} and, int64 (b,), {"label", "key", "position", "step"}.
+        Each is what the source's items hold, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
+        {"label", "key", "position", "step"}.
         Steps asked for in sequence run on; any other step restarts the workers there.
         """
         if self._steps is not None and step >= self._steps:
@@ -154,13 +155,14 @@ def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.de
         valid = position < count
         position = position.clamp(max=count - 1)
         there = position[: max(int(valid.sum()), 1)]
-        items, bad = read_items(source, there.tolist())
+        read, bad = _read(source, there)
         if bad:
             warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}",
                           stacklevel=2)
-        items += items[-1:] * (batch - len(items))
+        filled = torch.arange(batch).clamp(max=len(there) - 1)
         key = draws.keys(seed, _HELD_OUT_STEP, position)
-        full = _stack(items) | {"key": key, "position": position, "valid": valid}
+        full = {name: tensor[filled] for name, tensor in read.items()}
+        full |= {"key": key, "position": position, "valid": valid}
         yield {name: tensor.to(device) for name, tensor in full.items()}
 
 
@@ -176,15 +178,11 @@ class _Stream:
     def __getitem__(self, stream: range) -> dict:
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)                                 # (b,)
-        items, bad = read_items(self.source, self.order.index_at(positions).tolist())
+        index = self.order.index_at(positions)
         positions -= step * self.global_batch
         key = draws.keys(self.seed, step, positions)
-        batch = _stack(items)
-        if self.flip:
-            mirrored = draws.uniform(key, "flip") < 0.5                                     # (b,)
-            for name in _FLIPPED:
-                if name in batch:
-                    batch[name][mirrored] = batch[name][mirrored].flip(-1)
+        mirrored = draws.uniform(key, "flip") < 0.5 if self.flip else None                  # (b,)
+        batch, bad = _read(self.source, index, mirrored)
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
@@ -206,6 +204,21 @@ class _Positions:
             for offset in self.offsets:
                 start = step * self.global_batch + offset
                 yield range(start, start + self.micro_batch)
+
+
+def _read(source, index: Tensor, mirrored: Tensor | None = None) -> tuple[Batch, list]:
+    """The samples at `index` (b,), those mirrored where `mirrored` bool (b,) says so, and what could not be read.
+
+    A source that knows better how to read a batch, or what its samples are mirrored, has `take`.
+    """
+    if hasattr(source, "take"):
+        return source.take(index, mirrored), []
+    items, bad = read_items(source, index.tolist())
+    batch = _stack(items)
+    for name in _FLIPPED if mirrored is not None else ():
+        if name in batch:
+            batch[name][mirrored] = batch[name][mirrored].flip(-1)
+    return batch, bad
 
 
 def _stack(items: list[dict]) -> Batch:

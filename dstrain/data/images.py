@@ -41,7 +41,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     path: "builtin:fashion", or a folder: one folder for each class, images at any depth below; or
     images only, which
         is one class, 0.
-    image_size: side of the square, pixels. channels: 1 (grey) or 3 (RGB).
+    image_size: side of the square, pixels. channels: 1 (grey), 3 (RGB, transparency laid on white)
+    or 4 (RGBA).
     split: "train", "held_out" or "all".
     held_out: fraction of a folder that is held out, by the hash of the relative path: adding a file
     moves no other.
@@ -50,8 +51,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     draft: fast JPEG decoding at reduced size; other pixels. pixel_cap: the largest image decoded,
     pixels. Raises ValueError with the path and the remedy.
     """
-    if channels not in (1, 3):
-        raise ValueError(f"channels is 1 or 3, not {channels}")
+    if channels not in (1, 3, 4):
+        raise ValueError(f"channels is 1, 3 or 4, not {channels}")
     if split not in SPLITS:
         raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
     if not 0 <= held_out < 1:
@@ -112,6 +113,8 @@ class Fashion:
         image = self.images[index]
         if image.shape[-1] != self.image_size:
             image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
+        if self.channels == 4:
+            image = torch.stack((image, image, image, torch.full_like(image, 255)))
         return {"image": image.expand(self.shape), "label": int(self.labels[index])}
 
     def name(self, index: int) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -50,7 +51,14 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
 
 
 def _read(path: str | Path, image_size: int, channels: int, draft: bool, pixel_cap: int) -> Tensor:
-    with open(path, "rb") as file, warnings.catch_warnings():
+    with open(path, "rb") as file:
+        return decode(file, image_size, channels, draft, pixel_cap)
+
+
+def decode(file: BinaryIO, image_size: int, channels: int = 3, draft: bool = False,
+           pixel_cap: int = PIXEL_CAP) -> Tensor:
+    """`read_image` of what is open already, such as a member of an archive."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         with Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > pixel_cap:
@@ -63,14 +71,14 @@ def _read(path: str | Path, image_size: int, channels: int, draft: bool, pixel_c
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Any Pillow image as RGB (channels 3) or L (channels 1)."""
-    mode = {1: "L", 3: "RGB"}[channels]
+    """Any Pillow image as RGBA (channels 4), RGB (3) or L (1)."""
+    mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
         return image  # convert() would copy
     if image.mode.startswith("I"):
         wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
         image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
-    elif image.has_transparency_data:
+    elif image.has_transparency_data and channels != 4:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert(mode)
@@ -79,12 +87,17 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 def center_crop(image: Image.Image, image_size: int) -> Image.Image:
     """The ADM centre crop, bit for bit, of an RGB or L image: (image_size, image_size).
 
+    Of RGBA, colours are weighted by opacity, as Pillow does by itself in each pass: here once for
+    all passes, so that what is invisible never shows at an edge.
+
     Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes
     may be called one by one, and the middle be cut out between them, without a changed bit. (A
     `box` would save more, but its corners are float32 inside Pillow, which changes a few pixels.)
     Recent versions take rows first where an image is more than twice as high as wide: such an
     image, and any near that, goes through in one call.
     """
+    if image.mode == "RGBA":
+        return center_crop(image.convert("RGBa"), image_size).convert("RGBA")
     while min(image.size) >= 2 * image_size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = image_size / min(image.size)
@@ -113,7 +126,7 @@ def _columns(image: Image.Image, width: int, height: int, y: int, image_size: in
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """An RGB or L image as uint8 (C, H, W); by bands, half the cost of a transposed array."""
+    """An image as uint8 (C, H, W); by bands, half the cost of a transposed array."""
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)

@@ -4,8 +4,9 @@ Notation of Ho et al. 2020 (DDPM): beta_t is the variance added between x_{t-1} 
 (1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; tables go to a device in
 gaussian.py.
 
-Sources: linear, quad, warmup, const and jsd are those of DDPM's experiments; cosine is Nichol & Dhariwal 2021
-(Equation 17); respacing is their section 4 ("Improving Sampling Speed"), `ddimN` the stride of Song et al. 2020.
+Sources: linear, quad, warmup, const and jsd are those of DDPM's experiments; quadratic and sigmoid are among those of
+the DALL-E 2 prior of lucidrains/DALLE2-pytorch; cosine is Nichol & Dhariwal 2021 (Equation 17); respacing is their
+section 4 ("Improving Sampling Speed"), `ddimN` the stride of Song et al. 2020.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd")
+SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd", "quadratic",
+             "sigmoid")
 
 BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
 
@@ -23,14 +25,19 @@ BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
 def betas(name: str, num_timesteps: int) -> Tensor:
     """The schedule `name` over `num_timesteps` steps: float64 (T,).
 
-    `linear` is scaled by 1000 / T, so that any T ends at about the same noise; the other schedules of DDPM keep their
-    end points, as published. Raises ValueError for an unknown name, or where the scaling leaves (0, 1].
+    `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; the others
+    of DDPM keep their end points, as published. Raises ValueError for an unknown name, or where the scaling leaves
+    (0, 1].
     """
     if num_timesteps < 1:
         raise ValueError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
+    scale = 1000 / num_timesteps
     if name == "linear":
-        scale = 1000 / num_timesteps
         table = _line(scale * BETA_START, scale * BETA_END, num_timesteps)
+    elif name == "quadratic":                     # quad, scaled
+        table = scale * _line(BETA_START ** 0.5, BETA_END ** 0.5, num_timesteps) ** 2
+    elif name == "sigmoid":                       # from -6 to 6: neither end is quite reached
+        table = scale * (BETA_START + (BETA_END - BETA_START) * _line(-6, 6, num_timesteps).sigmoid())
     elif name in ("cosine", "squaredcos_cap_v2"):
         table = _cosine(num_timesteps)
     elif name == "quad":

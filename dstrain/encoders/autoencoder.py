@@ -4,7 +4,10 @@ Notation of Rombach et al. 2022: latents = (posterior sample - shift) * scaling_
 variance (0.18215 for Stable Diffusion's). The weights are those of a diffusers `AutoencoderKL`.
 """
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ class Autoencoder(nn.Module):
                     vae/, or a name on the Hugging Face hub.
     scaling_factor  None means what the autoencoder's own config says.
 
-    Attributes: channels and factor of the latents (an image of side s has latents of side s / factor).
+    Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
     Raises ValueError where nothing can be loaded from `path`. Pickled weights are not read.
     """
 
@@ -29,27 +32,68 @@ class Autoencoder(nn.Module):
         config = self.vae.config
         self.scaling_factor = config.scaling_factor if scaling_factor is None else scaling_factor
         self.shift = getattr(config, "shift_factor", None) or 0.0
-        self.channels = config.latent_channels
+        self.channels, self.image_channels = config.latent_channels, config.in_channels
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
     def train(self, mode: bool = True) -> "Autoencoder":
         """Stays in evaluation mode, whatever the network around it does."""
         return super().train(False)
 
-    @torch.no_grad()
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
-        """Float32 latents drawn from the posterior with the samples' own noise: (B, 3, H, W), (B,) -> (B, C, h, w)."""
-        moments = self.vae.encode(image.to(self.vae.dtype)).latent_dist.parameters.float()
-        mean, log_variance = moments.chunk(2, dim=1)
-        noise = draws.normal(key, "latent", tuple(mean.shape[1:]))
-        latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * noise
-        return (latents - self.shift) * self.scaling_factor
+        """Float32 latents drawn from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
+        return self.draw(*posterior(self.vae, image), key)
+
+    def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
+        """The latents of a posterior that is known already, (B, c, h, w) each: float32, as `encode` draws them."""
+        return draw(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Float32 images, about in [-1, 1]: (B, C, h, w) -> (B, 3, H, W)."""
+        """Float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
         latents = latents / self.scaling_factor + self.shift
         return self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+
+    def fingerprint(self) -> str:
+        """Of weights and architecture, as loaded: see the function of this name. The encoder must still be there."""
+        return fingerprint(*identity(self.vae))
+
+    def drop_encoder(self) -> None:
+        """Frees the encoder's memory, where latents come from a cache."""
+        self.vae.encoder = self.vae.quant_conv = None
+
+
+@torch.no_grad()
+def posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation, float32, of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
+    moments = vae.encode(image.to(vae.dtype)).latent_dist.parameters.float()
+    mean, log_variance = moments.chunk(2, dim=1)
+    return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
+
+
+def draw(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
+    """Float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
+    noise = draws.normal(key, "latent", tuple(mean.shape[1:]))
+    return (mean.float() + std.float() * noise - shift) * scaling_factor
+
+
+def identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What decides an AutoencoderKL's codes: its architecture and its weights by diffusers' names.
+
+    Scale and shift of the latents are left out, since they come after the codes and may be measured later.
+    """
+    left_out = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size", "force_upcast")
+    config = {name: value for name, value in vae.config.items() if name[0] != "_" and name not in left_out}
+    return config, vae.state_dict()
+
+
+def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    """A short hash of a first stage: every bit of its weights, and what its config says (as JSON)."""
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _load(path: str) -> nn.Module:
@@ -62,7 +106,8 @@ def _load(path: str) -> nn.Module:
         raise ValueError(f"first_stage.path: there is no folder {path}; save one there with "
                          "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub")
     try:
-        return AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else path, use_safetensors=True)
+        return AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else path, use_safetensors=True,
+                                             low_cpu_mem_usage=False)          # else a warning about accelerate
     except (OSError, ValueError) as error:
         raise ValueError(f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
                          "with config.json and *.safetensors, or a hub name that this machine can reach") from error

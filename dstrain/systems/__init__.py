@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from dstrain.systems.base import System
 
-NAMES = {"dit": "dstrain.systems.dit"}            # name in a recipe -> module
+NAMES = {"dit": "dstrain.systems.dit", "iddpm": "dstrain.systems.iddpm",      # name in a recipe -> module
+         "vae": "dstrain.systems.vae", "prior": "dstrain.systems.prior"}
 
 
 def build(name: str, config: dict[str, Any]) -> System:

@@ -11,6 +11,7 @@ name to a DeepSpeed engine, or to a bare module in tests and sampling). All rand
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ Example = dict[str, Tensor]   # what a loss reads: x_start float32 (B, C, ...), 
 Terms = dict[str, Tensor]     # "loss", the scalar to descend; all others detached, a scalar or one value a sample (B,):
                               # loss_each, the loss by sample; quartile, int64 0..3, by which these are split, too
 Nets = Mapping[str, Callable[..., Tensor]]
-Loss = Callable[[Nets, Example], Terms]
+Loss = Callable[[Nets, Example], Terms]       # may leave in the example what a later turn of the micro-batch reads
 Progress = Callable[[Iterable[int]], Iterable[int]]                   # tqdm and the like; `iter` shows nothing
 
 
@@ -45,6 +46,7 @@ class System(ABC):
     generates: bool = True                        # whether training draws grids of `sample`; an autoencoder shows its
                                                   # `pictures` alone, embeddings are none
     starts_from_data: bool = False                # whether samples or pictures need data: reconstruction, upsampling
+    encodes: bool = False                         # whether there are `codes`, which launch/encode.py caches
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
@@ -72,7 +74,10 @@ class System(ABC):
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss."""
+        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss.
+
+        Curves (B, K) are averaged, too, and go to `digest`.
+        """
         return self.loss(next(iter(self.parts)), nets, example)
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -82,12 +87,28 @@ class System(ABC):
         """
         return self.evaluate(nets, example)
 
+    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """Figures that follow from the means over all held-out samples of the curves (K,) of `evaluate`, as codebook
+        usage does, which is no mean of a sample's. By default none.
+        """
+        return {}
+
     def observe(self, seen: Terms) -> None:
         """Learns from the `watched` terms of one step, (N,) each: of all ranks, in the order of the global batch."""
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Pictures beside the samples, uint8 (N, C, H, W) each: reconstructions and the like. By default none."""
         return {}
+
+    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """What this first stage makes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or
+        tokens int64 (B, h, w).
+        """
+        raise ValueError(f"a {type(self).__name__} encodes nothing that others learn from")
+
+    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages apart."""
+        raise ValueError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""

@@ -56,6 +56,19 @@ def test_closed_forms():
     torch.testing.assert_close(schedule.betas("jsd", 4), torch.tensor([1 / 4, 1 / 3, 1 / 2, 1], dtype=torch.float64))
 
 
+def test_those_of_the_prior():
+    """Oracle: the closed forms of lucidrains/DALLE2-pytorch's quadratic and sigmoid, computed here step by step."""
+    for steps in (1000, 250):
+        begin, end = 1e-4 * 1000 / steps, 0.02 * 1000 / steps
+        quadratic, sigmoid = schedule.betas("quadratic", steps), schedule.betas("sigmoid", steps)
+        for t in (0, 1, steps // 3, steps - 1):
+            part = t / (steps - 1)
+            root = math.sqrt(begin) + part * (math.sqrt(end) - math.sqrt(begin))
+            assert quadratic[t] == pytest.approx(root ** 2)
+            assert sigmoid[t] == pytest.approx(begin + (end - begin) / (1 + math.exp(6 - 12 * part)))
+    torch.testing.assert_close(schedule.betas("quadratic", 1000), schedule.betas("quad", 1000))
+
+
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
 def test_respaced_marginals(name):
     """Oracle: alphas_cumprod of the full chain at the kept timesteps."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dstrain import draws, systems
-from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.autoencoder import Autoencoder, posterior
 from dstrain.systems.base import Request
 
 
@@ -64,8 +64,9 @@ def test_latent_dit(folder):
     example = system.encode(batch)
     torch.testing.assert_close(
         example["x_start"], system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"]))
-    cached = system.encode({"latent": example["x_start"].half(), "label": batch["label"], "key": batch["key"]})
-    assert cached["x_start"].dtype == torch.float32 and "latent" not in cached
+    mean, std = posterior(system.first_stage.vae, batch["image"].float() / 127.5 - 1)
+    cached = system.encode({"latent_mean": mean, "latent_std": std, "label": batch["label"], "key": batch["key"]})
+    assert torch.equal(cached["x_start"], example["x_start"]) and "latent_mean" not in cached
     nets = system.networks()
     assert bool(system.loss("denoiser", nets, example)["loss"].isfinite())
     images = system.sample(nets, Request(seeds=torch.arange(2), num_steps=2))

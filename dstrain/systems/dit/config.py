@@ -24,6 +24,17 @@ class FirstStage(Section):
     """Latents are multiplied by it; None takes the autoencoder's own."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
+    image_channels: int | None = Field(None, ge=1)
+    """Channels of its images, filled in from data.channels; None takes what it has."""
+
+
+class Codes(Section):
+    shape: tuple[int, int, int]
+    """Channels, height and width of an image's latents."""
+    scaling_factor: float = Field(gt=0)
+    """1 / their standard deviation; without first_stage they are multiplied by it."""
+    first_stage: str
+    """Fingerprint of the autoencoder that they are of."""
 
 
 class Diffusion(Section):
@@ -84,7 +95,9 @@ class Config(Section):
     guidance_channels: int | None = Field(None, ge=1)
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
-    """Autoencoder whose latents are modelled; None models what the data hold (pixels, or ready latents)."""
+    """Autoencoder whose latents are modelled; None models what the data hold."""
+    codes: Codes | None = None
+    """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
     recompute: bool = False
     """Compute blocks again in backward instead of keeping their activations."""
 
@@ -98,9 +111,12 @@ class Config(Section):
             missing = ", ".join(name for name in by_hand if name not in given)
             raise ValueError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
         factor = self.first_stage.factor if self.first_stage else 1
-        unit = factor * (self.network_shape()["patch_size"])
-        if self.image_size % unit:
-            raise ValueError(f"image_size {self.image_size} is no multiple of {unit} (patch_size x first_stage.factor)")
+        patch = self.network_shape()["patch_size"]
+        if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
+            raise ValueError(f"image_size {self.image_size} is no multiple of {factor * patch} (patch_size x "
+                             "first_stage.factor)")
+        if self.codes is not None:
+            self._check_codes(patch)
         if self.network_shape()["hidden_size"] % self.network_shape()["num_heads"]:
             raise ValueError("hidden_size must be a multiple of num_heads")
         if self.network_shape()["hidden_size"] % 4:
@@ -109,13 +125,36 @@ class Config(Section):
             raise ValueError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
 
+    def _check_codes(self, patch: int) -> None:
+        """Whether the network's input is what the data hold."""
+        channels, *sides = self.codes.shape
+        if self.in_channels != channels:
+            raise ValueError(f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
+                             f"in_channels to {channels}")
+        if sides != [self.input_size] * 2:
+            raise ValueError(f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
+                             f"have latents of side {self.input_size}, those in data.path are {sides[0]} x {sides[1]}; "
+                             f"set first_stage.factor to {self.image_size // sides[0]}")
+        if sides[0] % patch:
+            raise ValueError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
+
     @classmethod
     def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
-        """The section with what the data say where it is silent: size, and channels where pixels are modelled."""
-        said = {"image_size": run.data.image_size}
-        if not model.get("first_stage"):
+        """The section with what the data say where it is silent: size, channels, and the latents that they hold."""
+        said: dict[str, Any] = {"image_size": run.data.image_size}
+        stage, codes = model.get("first_stage"), run.data.codes
+        if not stage:
             said["in_channels"] = run.data.channels
-        return {**said, **model}
+        if isinstance(stage, dict):
+            stage = {"image_channels": run.data.channels, **stage}
+        # Always the index's: a written-down section may be of another cache.
+        ready = {"codes": None}
+        if codes is not None and codes.kind == "latents":
+            ready = {"codes": {name: getattr(codes, name) for name in ("shape", "scaling_factor", "first_stage")}}
+            said["in_channels"] = codes.shape[0]
+            if isinstance(stage, dict):
+                stage = {"factor": max(run.data.image_size // codes.shape[1], 1), **stage}
+        return {**said, **model, **ready, **({"first_stage": stage} if stage else {})}
 
     def conflicts(self, run: config.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model."""
@@ -126,11 +165,15 @@ class Config(Section):
         if self.objective == "diffusion" and run.samples.num_steps > self.diffusion.num_steps:
             problems.append(f"samples.num_steps={run.samples.num_steps} is above model.diffusion.num_steps="
                             f"{self.diffusion.num_steps}: take fewer")
-        if self.first_stage is None and run.data.channels != self.in_channels:
+        if run.data.codes is not None and run.data.codes.kind != "latents":
+            problems.append(f"data.path={run.data.path} holds {run.data.codes.kind}, and dit models latents: encode "
+                            "with a KL autoencoder")
+        if self.codes is not None and self.first_stage is None and run.every.sample:
+            problems.append(f"every.sample={run.every.sample}: pictures need the autoencoder that decodes the latents "
+                            f"of {run.data.path}; set model.first_stage.path to its folder, or every.sample=0")
+        if self.first_stage is None and self.codes is None and run.data.channels != self.in_channels:
             problems.append(f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
                             "there is no model.first_stage between them: make both equal")
-        if self.first_stage is not None and run.data.channels != 3:
-            problems.append(f"data.channels={run.data.channels}: a first stage takes 3")
         return problems
 
     def network_shape(self) -> dict[str, int]:
@@ -141,6 +184,8 @@ class Config(Section):
     @property
     def input_size(self) -> int:
         """Side of the network's input."""
+        if self.first_stage is None and self.codes is not None:
+            return self.codes.shape[1]
         return self.image_size // (self.first_stage.factor if self.first_stage else 1)
 
     def network_arguments(self) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from dstrain import draws
 from dstrain.diffusion import samplers, schedule
+from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
-from dstrain.encoders.autoencoder import Autoencoder
-from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
+from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import SAMPLERS, Config
 from dstrain.systems.dit.network import DiT, DiTBlock
@@ -28,6 +29,7 @@ class DiTSystem(System):
         self.averaged = ("denoiser",)
         self.shape = (config.in_channels, config.input_size, config.input_size)
         self.first_stage = _first_stage(config)
+        self.generates = config.codes is None or self.first_stage is not None
         if config.objective == "diffusion":
             chosen = config.diffusion
             self.diffusion = GaussianDiffusion(
@@ -44,10 +46,14 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start: latents that the batch already holds, those of the first stage, or pixels in [-1, 1]."""
-        example = {name: tensor for name, tensor in batch.items() if name not in ("image", "latent")}
-        if "latent" in batch:
-            example["x_start"] = batch["latent"].float()
+        """x_start: drawn from the latents that the batch holds, or from the first stage's; else pixels in [-1, 1]."""
+        given = ("image", "latent_mean", "latent_std")
+        example = {name: tensor for name, tensor in batch.items() if name not in given}
+        if "latent_mean" in batch:
+            example["x_start"] = self._latents(batch["latent_mean"], batch["latent_std"], batch["key"])
+        elif self.config.codes:
+            raise ValueError("data: this model reads cached latents and holds no encoder, the data give images; encode "
+                             "them with launch/encode.py and the same first stage")
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
@@ -56,6 +62,11 @@ class DiTSystem(System):
             raise ValueError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
                              f"in_channels, the data give {found}; change the one or the other")
         return example
+
+    def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
+        if self.first_stage:
+            return self.first_stage.draw(mean, std, key)
+        return draw(mean, std, key, self.config.codes.scaling_factor if self.config.codes else 1.0)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
@@ -68,6 +79,21 @@ class DiTSystem(System):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """The training loss with every label in place, one value a sample (B,)."""
         return self._losses(nets, example, self._labels(example, example["x_start"]))
+
+    @torch.no_grad()
+    def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
+        """Bits/dim of the whole bound, every label in place, see measured_bits; those of `evaluate` where none exists.
+
+        8-bit pixels have a likelihood; latents and flow matching have none here, and no chain to shorten (ValueError).
+        """
+        if self.config.objective == "diffusion" and self._models_pixels():
+            y = self._labels(example, example["x_start"])
+            network = lambda x_t, t: nets["denoiser"](x_t, t, y)
+            return measured_bits(self.diffusion, network, example["x_start"], example["key"], num_steps, progress)
+        if num_steps is not None:
+            raise ValueError(f"num_steps: {num_steps} timesteps are asked for, but only diffusion over pixels is "
+                             "measured along a chain; this model's terms take none, so leave num_steps out")
+        return self.evaluate(nets, example)
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
@@ -98,6 +124,9 @@ class DiTSystem(System):
         Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ValueError for others, for more
         steps than the chain has, and for guidance of a model that never saw a dropped label.
         """
+        if self.config.codes and not self.first_stage:
+            raise ValueError("first_stage: these are latents, and no autoencoder decodes them; set "
+                             "model.first_stage.path to the folder of the one that encoded them")
         known = SAMPLERS[self.config.objective]
         if request.sampler not in known:
             raise ValueError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
@@ -140,7 +169,7 @@ class DiTSystem(System):
 
     def _models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that predicted x_start may be clipped to it; latents do not."""
-        return self.first_stage is None and self.config.in_channels in (1, 3)
+        return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
@@ -166,15 +195,17 @@ class DiTSystem(System):
         return (self.first_stage,) if self.first_stage else ()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Pixels with labels and keys; latents where the input cannot be pixels and there is no first stage."""
+        """Pixels with labels and keys; latents where the data hold them, or where the input cannot be pixels."""
         positions = torch.arange(batch_size)
         batch = {"key": draws.keys(0, 0, positions)}
         batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
-        if self.first_stage or self._models_pixels():
-            size, channels = self.config.image_size, 3 if self.first_stage else self.config.in_channels
+        if not self.config.codes and (self.first_stage or self._models_pixels()):
+            size = self.config.image_size
+            channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
             batch["image"] = draws.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)
         else:
-            batch["latent"] = draws.normal(batch["key"], "latent", self.shape)
+            batch["latent_mean"] = draws.normal(batch["key"], "latent_mean", self.shape)
+            batch["latent_std"] = 0.1 * draws.uniform(batch["key"], "latent_std", self.shape)
         return batch
 
 
@@ -187,9 +218,17 @@ def _first_stage(config: Config) -> Autoencoder | None:
     if config.first_stage is None:
         return None
     autoencoder = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor)
-    for name, given, found in (("first_stage.factor", config.first_stage.factor, autoencoder.factor),
-                               ("in_channels", config.in_channels, autoencoder.channels)):
-        if given != found:
-            raise ValueError(f"{name}: {given} in the recipe, {found} in the autoencoder at {config.first_stage.path}; "
-                             f"set {name} to {found}")
+    chosen, path = config.first_stage, config.first_stage.path
+    for name, given, found in (("first_stage.factor", chosen.factor, autoencoder.factor),
+                               ("in_channels", config.in_channels, autoencoder.channels),
+                               ("data.channels", chosen.image_channels, autoencoder.image_channels)):
+        if given not in (None, found):
+            raise ValueError(f"{name}: {given} in the recipe, {found} in the autoencoder at {path}; set {name} to "
+                             f"{found}")
+    if config.codes is not None:
+        found = autoencoder.fingerprint()
+        if found != config.codes.first_stage:
+            raise ValueError(f"first_stage.path: {path} is the autoencoder {found}, the latents in data.path are of "
+                             f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
+        autoencoder.drop_encoder()
     return autoencoder

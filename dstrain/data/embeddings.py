@@ -1,0 +1,228 @@
+"""Pairs of image and text embeddings as sources (see images.py), in the layout of clip-retrieval and img2dataset.
+
+    FOLDER/img_emb/*.npy           float16 or float32 (n, D), the image embeddings
+    FOLDER/text_emb/*.npy          (n, T), optional where there are captions
+    FOLDER/text_encodings/*.npy    (n, L, E), optional, a vector for each text token
+    FOLDER/text_mask/*.npy         bool (n, L), optional, False where an encoding is padding
+    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read only where text embeddings are missing
+
+Files of the folders belong together in their order (by the numbers in their names), row by row. Arrays are mapped into
+memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, or "caption", UTF-8 as uint8
+(CAPTION_BYTES,) filled up with zeros; held-out ones have the text of another pair, too: other_text_embed or
+other_caption is that of the next one, so that over a whole split no pair meets its own and each text is met once.
+
+The splits train, validation and test are stretches of a fixed permutation of all rows, their bounds the rounded
+cumulative fractions of the number of rows.
+"""
+
+import json
+import lzma
+import re
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.bad_files import BadSample
+from dstrain.data.order import Order
+from dstrain.data.rows import FOLDERS, Captions, Table, fault_of
+
+SPLITS = ("train", "validation", "test")
+BUILTIN = "builtin:emoji-pairs"
+PLAN = "pairs.json"                               # where dstrain/embed.py says what it makes, and whether all is there
+_SCANNED = 1 << 26                                # bytes of arrays that are looked through when they are opened
+_LISTED = 1 << 22                                 # rows of a split whose order is kept as a list
+
+
+def is_embeddings(path: str | Path) -> bool:
+    """Whether a data path holds embedding pairs."""
+    return str(path) == BUILTIN or (Path(path) / FOLDERS["image_embed"]).is_dir()
+
+
+def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
+    """The pairs of one split, None where its fraction is 0.
+
+    ValueError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
+    `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
+    """
+    pairs = _builtin() if str(path) == BUILTIN else _folder(Path(path))
+    begin, end = _bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    return Pairs(pairs, split, begin, end) if end > begin else None
+
+
+class Pairs:
+    """Rows `begin` to `end` of the permuted rows of `stored`."""
+
+    classes = ()
+
+    def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
+        self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
+        self.shape = stored.tables["image_embed"].shape
+        self.order = Order(len(stored))
+        self.rows = self.order.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
+
+    @property
+    def light(self) -> bool:
+        """Whether all of it is small: then workers only cost."""
+        return self.stored.size < 1 << 30
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        item = self.stored.read(self._row(index))
+        if self.split != "train" and len(self) > 1:
+            other = self.stored.read(self._row((index + 1) % len(self)))
+            item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
+        return item
+
+    def name(self, index: int) -> str:
+        return self.stored.tables["image_embed"].name(self._row(index))
+
+    def fingerprint(self) -> str:
+        return (f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} "
+                f"{self.stored.fingerprint()}")
+
+    def _row(self, index: int) -> int:
+        return int(self.rows[index]) if self.rows is not None else self.order.index_at(self.begin + index)
+
+
+class Stored:
+    """All rows: tables by name in a batch, and captions where there are no text embeddings."""
+
+    def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
+        self.tables, self.captions = tables, captions
+        self.size = sum(table.size for table in tables.values())
+        if self.size <= _SCANNED:
+            for table in tables.values():
+                table.scan()
+
+    def __len__(self) -> int:
+        return len(self.tables["image_embed"])
+
+    def read(self, row: int) -> dict[str, Tensor]:
+        """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
+        item = {}
+        for name, table in self.tables.items():
+            values = np.array(table[row])
+            fault = fault_of(values[None], name)
+            if fault:
+                raise BadSample(table.name(row), fault[1])
+            item[name] = torch.from_numpy(values if values.dtype == bool else values.astype(np.float32))
+        if self.captions is not None:
+            item["caption"] = self.captions[row]
+        return item
+
+    def fingerprint(self) -> str:
+        digest = blake2b(digest_size=8)
+        for table in self.tables.values():
+            table.add_to(digest)
+        return f"shards={digest.hexdigest()}"
+
+
+# -------------------------------------------------------------------------------------------------------------- opening
+
+
+def _folder(root: Path) -> Stored:
+    if not is_embeddings(root):
+        raise ValueError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
+                         f".npy files (clip-retrieval's layout), or {BUILTIN}")
+    if not _complete(root / PLAN):
+        raise ValueError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
+                         "began it once more, and it goes on where it stopped")
+    tables = {}
+    for key, folder in FOLDERS.items():
+        names = _names(root, folder, ".npy")
+        if names:
+            tables[key] = Table(key, names, [_opened(root, name) for name in names], root)
+    if "image_embed" not in tables:
+        raise ValueError(f"data.path={root}: img_emb/ holds no .npy file")
+    captions = None
+    if "text_embed" not in tables:
+        names = _names(root, "metadata", ".parquet")
+        if not names:
+            raise ValueError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: "
+                             "give one of the two")
+        captions = Captions(root, names)
+    first = tables["image_embed"]
+    for other in (*list(tables.values())[1:], *([captions] if captions else [])):
+        _match(first, other)
+    if "text_mask" in tables and "text_encodings" in tables and \
+            tables["text_mask"].shape != tables["text_encodings"].shape[:1]:
+        raise ValueError(f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
+                         f"text_encodings/ {tables['text_encodings'].shape[0]}")
+    return Stored(tables, captions)
+
+
+def _complete(plan: Path) -> bool:
+    """Whether all is there, as far as anyone says."""
+    try:
+        return bool(json.loads(plan.read_text(encoding="utf-8"))["complete"])
+    except FileNotFoundError:
+        return True                               # made by others
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _match(first: Table, other: Any) -> None:
+    """ValueError names the first pair of files whose rows do not match."""
+    for a, b, ours, theirs in zip(first.names, other.names, first.lengths, other.lengths):
+        if ours != theirs:
+            raise ValueError(f"data.path: {a} has {ours} rows and {b} {theirs}: rows of one number are one pair; make "
+                             "the files anew from one list of pairs")
+    if len(first.names) != len(other.names):
+        raise ValueError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
+                         f"{other.names[0]}: each needs its counterpart")
+
+
+def _names(root: Path, folder: str, suffix: str) -> list[str]:
+    """Relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
+    if not (root / folder).is_dir():
+        return []
+    names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
+    key = lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [f"{folder}/{name}" for name in sorted(names, key=key)]
+
+
+def _opened(root: Path, name: str) -> np.ndarray:
+    try:
+        array = np.load(root / name, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"data.path: {name} is no readable .npy file ({' '.join(str(error).split())[:150]})") from None
+    if not array.ndim or not len(array):
+        raise ValueError(f"data.path: {name} holds no rows; remove it")
+    return array
+
+
+def _builtin() -> Stored:
+    with np.load(Path(__file__).parent / "builtin" / "emoji-pairs.npz") as file:
+        tables = {}
+        for key, name in (("image_embed", "image"), ("text_embed", "text")):
+            levels = np.frombuffer(lzma.decompress(file[name].tobytes()), np.int8).reshape(int(file["dim"]), -1).T
+            values = levels.astype(np.float32) * file[f"{name}_scale"]
+            values /= np.linalg.norm(values, axis=1, keepdims=True)
+            tables[key] = Table(key, [f"{BUILTIN}/{name}"], [values])
+    return Stored(tables)
+
+
+def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
+    """First and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
+    said = json.dumps(list(splits))
+    parts = [Fraction(str(fraction)) for fraction in splits]
+    if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10 ** 6):
+        raise ValueError(f"data.splits={said}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
+    ends = [int(count * sum(parts[:k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
+    bounds = list(zip([0, *ends[:-1]], ends))
+    for split, fraction, (begin, end) in zip(SPLITS, parts, bounds):
+        if (fraction or split == "train") and end - begin < world:
+            raise ValueError(f"data.splits={said} of {count} pairs leaves {end - begin} for {split}, fewer than the "
+                             f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
+    return bounds
+
+

@@ -1,0 +1,165 @@
+"""Cached codes of a first stage as a source: latents or token ids that launch/encode.py has written as shards.
+
+A source as in images.py, whose items are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens":
+int64 (h, w), "label"}. What is more: `take` reads a whole batch, in which any sample may be the mirrored image's. That
+one was encoded by itself, since an encoder is not symmetric: latents are never mirrored.
+
+Nothing is read when a source is opened but the index and the files' sizes; the samples are mapped into memory.
+"""
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain import draws
+from dstrain.data.shards import ENCODING, INDEX, Arrays, check, mapped, read_index
+
+_VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
+_REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
+
+
+def is_encoded(path: str | Path) -> bool:
+    """Whether a folder holds cached codes, or some of them."""
+    return any((Path(path) / name).is_file() for name in (INDEX, ENCODING))
+
+
+@dataclass
+class Latents:
+    """The codes in a folder.
+
+    path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: fraction that is held out, by the
+    hash of a sample's number.
+    Raises ValueError where the index or a shard is missing, or has not the size that the index says.
+    """
+
+    path: str | Path
+    split: str = "all"
+    held_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.path = Path(self.path)
+        self.index = read_index(self.path)
+        self.encoding: dict[str, Any] = self.index["encoding"]
+        self.classes = tuple(self.index["classes"])
+        self.shape = tuple(self.encoding["shape"])                   # (C, h, w) of latents, (h, w) of token ids
+        for shard in self.index["shards"]:
+            size = _size(self.path / shard["name"])
+            if size != shard["size"]:
+                found = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
+                raise ValueError(f"{self.path / shard['name']} {found}; {_REMEDY}")
+        self.members = None if self.split == "all" or not self.held_out else self._members()
+        # shard -> codes (rows * flips, numbers) and labels (rows,)
+        self._open: dict[int, tuple[np.ndarray, list[int]]] = {}
+
+    def _members(self) -> np.ndarray:
+        number = torch.arange(self.encoding["number"])
+        held = draws.uniform(draws.keys_of_seeds(number), "held_out") < self.held_out
+        found = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
+        if not len(found):
+            raise ValueError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
+                             f"for the {self.split} split: choose another fraction or give data.held_out_path")
+        return found
+
+    @property
+    def light(self) -> bool:
+        """Whether all of it fits into half of the memory, where the page cache keeps it: then workers only cost."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return sum(shard["size"] for shard in self.index["shards"]) < memory // 2
+
+    def __len__(self) -> int:
+        return self.encoding["number"] if self.members is None else len(self.members)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        batch = self.take(torch.tensor([index]))
+        return {name: int(values[0]) if name == "label" else values[0] for name, values in batch.items()}
+
+    def take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
+        """The samples at `index` int64 (b,), of the mirrored image where bool (b,) says so: a batch, stacked.
+
+        ValueError: mirrored codes are asked for, and the folder has none.
+        """
+        number = index.numpy() if self.members is None else self.members[index.numpy()]
+        flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
+        if flip.any() and self.encoding["flips"] == 1:
+            raise ValueError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
+        shards, rows = np.divmod(number, self.encoding["shard_size"])
+        places = rows * self.encoding["flips"] + flip
+        opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
+        first, _ = opened[int(shards[0])]
+        if len(opened) == 1:
+            codes = first[places]
+        else:                                                # row by row beats fancy indexing shard by shard (measured)
+            codes = np.empty((len(number), first.shape[1]), first.dtype)
+            for i, (shard, place) in enumerate(zip(shards.tolist(), places.tolist())):
+                codes[i] = opened[shard][0][place]
+        labels = [opened[shard][1][row] for shard, row in zip(shards.tolist(), rows.tolist())]
+        codes = codes.reshape(len(number), *_inner(self.encoding))
+        found, label = torch.from_numpy(codes), torch.tensor(labels)
+        if self.encoding["kind"] == "tokens":
+            return {"tokens": found.long(), "label": label}
+        return {"latent_mean": found[:, 0], "latent_std": found[:, 1], "label": label}
+
+    def _shard(self, number: int) -> tuple[np.ndarray, list[int]]:
+        if number not in self._open:
+            path = self.path / self.index["shards"][number]["name"]
+            arrays = mapped(path)
+            rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
+            wanted = (rows, self.encoding["flips"], *_inner(self.encoding))
+            name = "tokens" if self.encoding["kind"] == "tokens" else "moments"
+            found = arrays[name].shape if name in arrays else None
+            if found != wanted or "label" not in arrays:
+                raise ValueError(f"{path} holds {name} {found} instead of {wanted}; {_REMEDY}")
+            self._open[number] = arrays[name].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist()
+        return self._open[number]
+
+    def verify(self) -> None:
+        """Compares hashes: of all shards where they are small, else of as many as some seconds allow, by chance.
+
+        ValueError names the first that is damaged. launch/encode.py verifies all of them, whenever it runs again.
+        """
+        shards, left = self.index["shards"], _VERIFIED
+        order = np.random.default_rng(time.time_ns()).permutation(len(shards))
+        if sum(shard["size"] for shard in shards) <= left:
+            order.sort()
+        for number in order:
+            left -= shards[number]["size"]
+            if left < 0:
+                return
+            try:
+                check(self.path / shards[number]["name"], shards[number])
+            except ValueError as error:
+                raise ValueError(f"{error}; {_REMEDY}") from None
+
+    def name(self, index: int) -> str:
+        number = index if self.members is None else int(self.members[index])
+        shard, row = divmod(number, self.encoding["shard_size"])
+        return f"{self.index['shards'][shard]['name']}[{row}]"
+
+    def fingerprint(self) -> str:
+        hashes = "".join(shard["hash"] for shard in self.index["shards"])
+        return (f"codes {self.split} n={len(self)} classes={len(self.classes)} "
+                f"shards={hashlib.blake2b(hashes.encode(), digest_size=8).hexdigest()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _inner(encoding: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of one image's codes."""
+    return (2, *encoding["shape"]) if encoding["kind"] == "latents" else tuple(encoding["shape"])

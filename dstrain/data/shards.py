@@ -1,0 +1,201 @@
+"""Shards of encoded samples: the format that dstrain/encode.py writes and data/latents.py reads.
+
+    FOLDER/encoding.json               what is encoded by what, written first: another encoding is refused by it
+    FOLDER/shard_00000.safetensors     `shard_size` samples each, the last one fewer
+    FOLDER/index.json                  written last: the same, statistics, size and hash of each shard
+
+A shard holds, for its n samples in the order of the data,
+
+    moments   float16 or float32 (n, flips, 2, C, h, w)    latent mean and standard deviation, of the plain image and,
+                                                           with flips 2, of the mirrored one
+    tokens    int32 (n, flips, h, w)                       instead of moments, where the codes are discrete
+    label     int64 (n,)                                   class
+    source    int64 (n,)                                   index in the data; another one's where a file was unreadable
+
+and, as JSON under `shard` in the header, what was summed and met on the way and a hash of all of it. A shard is thus a
+function of its content alone and proves by itself that it is whole; what lies together in use (mean and deviation of
+one image) lies together on the disk.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+INDEX, ENCODING = "index.json", "encoding.json"
+FORMAT = 1
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+
+Arrays = dict[str, np.ndarray]
+
+
+def shard_name(number: int) -> str:
+    return f"shard_{number:05d}.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------------------ one shard
+
+
+def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
+    """The bytes of a shard; `facts` is JSON."""
+    # safetensors would write an array of another memory layout as it lies.
+    arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array)
+    # One entry: the order of several in the header would be by chance.
+    return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
+
+
+def facts_of(data: bytes) -> dict[str, Any]:
+    """What a shard says of itself: its facts and, as `hash`, the hash of all. ValueError: its bytes are not whole."""
+    try:
+        facts = json.loads(_header(data[:8], data[8:8 + _length(data[:8])])["__metadata__"]["shard"])
+        whole = pack(load(data), {name: value for name, value in facts.items() if name != "hash"}) == data
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
+        whole = False
+    if not whole:                                            # no flip hides: the bytes follow from what they say
+        raise ValueError("has altered or missing bytes")
+    return facts
+
+
+def check(path: Path, said: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`facts_of` a file, against what an index said of it. ValueError names the file."""
+    try:
+        facts = facts_of(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    if said is not None and facts["hash"] != said["hash"]:
+        raise ValueError(f"{path} is another shard than the index was written for")
+    return facts
+
+
+def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What an index, and whoever writes one, needs to know of a shard."""
+    return {"name": path.name, "size": path.stat().st_size, **{key: facts[key] for key in ("hash", "sums", "bad")}}
+
+
+def mapped(path: Path) -> Arrays:
+    """The arrays of a shard, mapped into memory and read-only. ValueError names a file that is no shard."""
+    try:
+        with open(path, "rb") as file:
+            word = file.read(8)
+            header = _header(word, file.read(_length(word)))
+        # A plain array: each row taken of a memmap would pass through Python once more.
+        content = np.memmap(path, np.uint8, "r", offset=8 + _length(word)).view(np.ndarray)
+        arrays = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                arrays[name] = content[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return arrays
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is no shard, or its header is damaged") from None
+
+
+def _length(word: bytes) -> int:
+    length = int.from_bytes(word, "little")
+    if len(word) < 8 or length > 1 << 26:
+        raise ValueError("no safetensors header")
+    return length
+
+
+def _header(word: bytes, text: bytes) -> dict[str, Any]:
+    if len(text) != _length(word):
+        raise ValueError("a truncated safetensors header")
+    return json.loads(text)
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+
+def sums(codes: np.ndarray) -> dict[str, Any]:
+    """Of one shard's moments, by channel: the sum of the latents' means, and that of their second moments.
+
+    Of token ids: the largest.
+    """
+    if codes.dtype == np.int32:
+        return {"largest": int(codes.max())}
+    mean, std = codes[:, :, 0].astype(np.float64), codes[:, :, 1].astype(np.float64)              # (n, flips, C, h, w)
+    rest = (0, 1, 3, 4)
+    return {"first": mean.sum(rest).tolist(), "second": (mean ** 2 + std ** 2).sum(rest).tolist()}
+
+
+def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
+    """Mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
+
+    `shards`: the `sums` of each; `count`: values of one channel in all. The sums are exact, so that they do not depend
+    on who added what. Over all channels together, as Rombach et al. 2022 (appendix G) scale latents.
+    """
+    first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
+    second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
+
+    def moments(a: float, b: float, number: int) -> tuple[float, float]:
+        mean = a / number
+        return mean, math.sqrt(max(b / number - mean ** 2, 0.0))
+
+    channels = [moments(a, b, count) for a, b in zip(first, second)]
+    mean, std = moments(math.fsum(first), math.fsum(second), count * len(first))
+    if not 0 < std < math.inf:
+        raise ValueError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
+    return {"mean": mean, "std": std, "channel_mean": [mean for mean, _ in channels],
+            "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
+
+
+# ------------------------------------------------------------------------------------------------------------ the index
+
+
+def short(encoding: dict[str, Any]) -> str:
+    """A hash of an encoding: what its shards carry."""
+    return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str, Any]],
+            versions: dict[str, str]) -> dict[str, Any]:
+    """The body of an index, from the records of all shards in order."""
+    summed = [record["sums"] for record in records]
+    if encoding["kind"] == "tokens":
+        found = {"largest": max(some["largest"] for some in summed)}
+    else:
+        found = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
+    return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": found, "versions": versions,
+            "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
+            "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
+
+
+def render(body: dict[str, Any]) -> str:
+    """index.json: the body, and a hash of it."""
+    text = json.dumps(body, sort_keys=True, indent=1)
+    return f'{{"hash": "{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}",\n"body": {text}}}\n'
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The body of a folder's index. ValueError: there is none, it is altered, or of another version's format."""
+    path = folder / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+        body = json.loads(text)["body"]
+        whole = text == render(body)
+    except FileNotFoundError:
+        if (folder / ENCODING).exists():
+            raise ValueError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
+                             "once more, and it goes on where it stopped") from None
+        raise ValueError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is truncated or altered: delete it, and give the command of launch/encode.py that "
+                         "wrote it once more")
+    if body["format"] != FORMAT:
+        raise ValueError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
+    return body

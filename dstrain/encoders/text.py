@@ -1,0 +1,92 @@
+"""Frozen text encoders: captions to one vector each and one for each token.
+
+Two kinds are read, by a local folder or a name on the Hugging Face hub:
+
+    CLIP        text_embed is the projection that is compared with images (Radford et al. 2021)
+    sentence    any encoder with token states, such as MiniLM: text_embed is their mean (Reimers & Gurevych 2019)
+
+text_encodings are the last token states, text_mask says which tokens are text. Weights are read from safetensors alone.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class TextEncoder(nn.Module):
+    """Captions to embeddings, without gradient and always in evaluation mode.
+
+    path        a folder with config.json, *.safetensors and the tokenizer's files, or a name on the hub.
+    max_length  tokens that are read, padding included; None means what the encoder takes, at most 256.
+
+    Attributes: embed_dim (D), encodings_dim (E), max_length (L).
+    Raises ValueError where nothing can be loaded from `path`.
+    """
+
+    def __init__(self, path: str, max_length: int | None = None) -> None:
+        super().__init__()
+        self.model, self.projection, self.tokenizer = _load(path)
+        self.eval().requires_grad_(False)
+        config = self.model.config
+        longest = min(config.max_position_embeddings, 256)
+        if max_length is not None and max_length > longest:
+            raise ValueError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}")
+        self.max_length = max_length or longest
+        self.encodings_dim = config.hidden_size
+        self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
+
+    def train(self, mode: bool = True) -> "TextEncoder":
+        """Stays in evaluation mode, whatever the network around it does."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> dict[str, Tensor]:
+        """text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on the encoder's device.
+
+        Nothing is normalized. What a caption has beyond max_length tokens is not read.
+        """
+        device = next(self.model.parameters()).device
+        tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=self.max_length,
+                                return_tensors="pt")
+        ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)           # (N, L)
+        out = self.model(input_ids=ids, attention_mask=mask)
+        encodings = out.last_hidden_state.float()                                                 # (N, L, E)
+        if self.projection is not None:
+            embed = self.projection(out.pooler_output).float()
+        else:
+            weights = mask[..., None].float()
+            embed = (encodings * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
+
+
+def captions_of(packed: Tensor) -> list[str]:
+    """Texts from batches, where they are UTF-8 filled up with zeros: uint8 (N, bytes) -> N strings."""
+    return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
+
+
+def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
+    """The encoder, CLIP's projection (None for others) and the tokenizer."""
+    # Slow to import, and only users of captions need it.
+    from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
+
+    require_place("text_encoder", path, "config.json, *.safetensors and the tokenizer's files")
+    try:
+        kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
+        kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
+        model, tokenizer = kind.from_pretrained(path, use_safetensors=True), AutoTokenizer.from_pretrained(path)
+        return (model, None, tokenizer) if kind is AutoModel else (model.text_model, model.text_projection, tokenizer)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"text_encoder: no text encoder can be loaded from {path!r} ({one_line(error)}); give a "
+                         "folder with config.json, *.safetensors and the tokenizer's files, or a hub name that this "
+                         "machine can reach") from error
+
+
+def require_place(key: str, path: str, content: str) -> None:
+    """ValueError where `path` is meant as a folder and there is none; what is no path is taken as a name on the hub."""
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        raise ValueError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
+
+
+def one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -1,0 +1,119 @@
+"""What determines a diffusion prior: one line for each field."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dstrain import config
+from dstrain.diffusion.schedule import SCHEDULES
+
+SAMPLERS = ("ddpm", "ddim")
+LOSSES = ("l2", "l1", "huber")
+
+
+class Config(config.Section):
+    """Defaults are the published sizes of lucidrains' example: CLIP ViT-L/14, 12 blocks of width 768."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    image_embed_dim: int = Field(768, ge=1)
+    """Width of an image embedding."""
+    text_embed_dim: int | None = Field(None, ge=1)
+    """Width of a text embedding; None means image_embed_dim, as in CLIP."""
+    text_encodings_dim: int | None = Field(None, ge=1)
+    """Width of a text token's encoding; None means image_embed_dim (diffusers knows no other)."""
+    max_text_len: int = Field(77, ge=0)
+    """Text tokens that are conditioned on, beside the text embedding; 0 is none."""
+    depth: int = Field(12, ge=1)
+    """Number of blocks."""
+    heads: int = Field(12, ge=1)
+    """Attention heads of a block; heads * dim_head is the width."""
+    dim_head: int = Field(64, ge=1)
+    """Width of a head."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of values dropped behind attention and within the MLP."""
+    norm_in: bool = False
+    """A LayerNorm before the first block."""
+    embedding_proj_norm: bool = False
+    """A LayerNorm before the text embedding's projection."""
+    self_cond: bool = False
+    """Whether the network sees its previous prediction (in training half of the samples; Chen et al. 2022)."""
+    recompute: bool = False
+    """Compute blocks again in backward instead of keeping their activations."""
+
+    beta_schedule: Literal[SCHEDULES] = "cosine"
+    """Name of the betas."""
+    timesteps: int = Field(1000, ge=1)
+    """Timesteps of the training chain."""
+    prediction: Literal["x_start", "eps", "v"] = "x_start"
+    """What the network predicts."""
+    loss: Literal[LOSSES] = "l2"
+    """Squared, absolute, or Huber's error (squared below 1) of the prediction, in scaled embeddings."""
+    text_cond_drop_prob: float = Field(0.1, ge=0, le=1)
+    """Share of training samples whose text is dropped; 0 leaves out the null text, and with it guidance."""
+
+    normalize_embeds: bool = True
+    """Bring image and text embeddings to unit length, as CLIP compares them."""
+    image_embed_scale: float | None = Field(None, gt=0)
+    """Image embeddings are multiplied by it; None means sqrt(image_embed_dim), about unit variance."""
+    image_embed_stats: str | None = None
+    """Safetensors file or folder with clip_mean and clip_std (diffusers' priors have them): (embed - mean) / std
+    instead of the scale."""
+    training_clamp_l2norm: bool = False
+    """Predicted x_start is brought to the length of the data before the loss."""
+    sampling_clamp_l2norm: bool = False
+    """Predicted x_start is brought to the length of the data at each step of a chain."""
+    sampling_final_clamp_l2norm: bool = False
+    """Samples are brought to the length of the data."""
+    init_image_embed_l2norm: bool = False
+    """A chain begins from noise of the data's length."""
+    num_candidates: int = Field(2, ge=1)
+    """Samples drawn for each text, of which the one nearest to the text embedding is kept."""
+
+    text_encoder: str | None = None
+    """Folder or hub name of the encoder of captions: read for prompts, and where the data hold no text embeddings."""
+    evaluate_steps: tuple[int, ...] = ()
+    """Steps of the chains whose similarities are measured on held-out data in training; () measures the loss alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if self.training_clamp_l2norm and self.prediction != "x_start":
+            raise ValueError(f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
+                             "leave it out, or predict x_start")
+        clamps = [name for name in ("training_clamp_l2norm", "sampling_clamp_l2norm", "sampling_final_clamp_l2norm",
+                                    "init_image_embed_l2norm") if getattr(self, name)]
+        if clamps and (not self.normalize_embeds or self.image_embed_stats):
+            raise ValueError(f"{clamps[0]} needs data of one length: with normalize_embeds=false or image_embed_stats "
+                             "they have none; leave it out")
+        if self.image_embed_scale is not None and self.image_embed_stats is not None:
+            raise ValueError("image_embed_scale and image_embed_stats both scale the embeddings: give one of the two")
+        if self.beta_schedule == "jsd" and self.prediction == "eps":
+            raise ValueError("prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
+                             "tells nothing of x_start; predict x_start or v")
+        wrong = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
+        if wrong:
+            raise ValueError(f"evaluate_steps: {wrong} are not between 1 and timesteps={self.timesteps}")
+        if self.heads * self.dim_head < 2:
+            raise ValueError("heads * dim_head is the width, which must be 2 at least")
+        return self
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model."""
+        problems = []
+        if run.samples.sampler not in SAMPLERS:
+            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(SAMPLERS)}")
+        if run.samples.num_steps > self.timesteps:
+            problems.append(f"samples.num_steps={run.samples.num_steps} is above model.timesteps={self.timesteps}: "
+                            "take fewer")
+        if run.samples.guidance_scale != 1 and not self.text_cond_drop_prob:
+            problems.append(f"samples.guidance_scale={run.samples.guidance_scale} needs a model that was trained "
+                            "without texts at times: write samples.guidance_scale=1, or model.text_cond_drop_prob=0.1")
+        return problems
+
+    def network_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of PriorTransformer."""
+        same = ("image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
+                "embedding_proj_norm", "recompute")
+        return {**{name: getattr(self, name) for name in same}, "learns_null": self.text_cond_drop_prob > 0,
+                "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
+                "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim}

@@ -1,0 +1,174 @@
+"""The prior of Ramesh et al. 2022 ("Hierarchical Text-Conditional Image Generation with CLIP Latents"), section 2.2.
+
+A causal transformer over the sequence [text encodings, text embed, timestep, noisy image embed, learned query], read at
+the query. Notation: B samples, L text tokens, N = L + 4 tokens, W = heads * dim_head the width, D the image embedding,
+T the text embedding, E a text encoding.
+
+Layout and state-dict names are those of diffusers' PriorTransformer, whose files load unchanged. Two kinds of weights
+are ours: null_text_* stand in for a text that is dropped, in the space of the inputs, so that they can be handed to
+diffusers' network as its inputs; self_cond_proj adds the previous prediction to the noisy image embedding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dstrain.nn.layers import Linear, timestep_features
+
+EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
+_HIDDEN = -10000.0                                # added to the scores of what a token may not see
+
+
+class PriorTransformer(nn.Module):
+    """Noisy image embeddings, timesteps and texts to a prediction.
+
+    max_text_len        L; 0 conditions on the text embedding alone.
+    learns_null         whether there are null_text_embed and null_text_encodings, which `dropped` texts become.
+    self_cond           whether the previous prediction is an input.
+    norm_in             a LayerNorm before the first block.
+    embedding_proj_norm a LayerNorm before the text embedding's projection.
+    dropout             share of values dropped behind attention and within the MLP.
+    recompute           keep no activations inside blocks, compute them again in backward.
+    """
+
+    def __init__(self, image_embed_dim: int = 768, text_embed_dim: int = 768, text_encodings_dim: int = 768,
+                 max_text_len: int = 77, depth: int = 12, heads: int = 12, dim_head: int = 64, dropout: float = 0.0, *,
+                 learns_null: bool = True, self_cond: bool = False, norm_in: bool = False,
+                 embedding_proj_norm: bool = False, recompute: bool = False) -> None:
+        super().__init__()
+        width = heads * dim_head
+        self.width, self.max_text_len, self.recompute = width, max_text_len, recompute
+        self.time_embedding = TimestepEmbedding(width)
+        self.proj_in = Linear(image_embed_dim, width)
+        self.embedding_proj_norm = nn.LayerNorm(text_embed_dim) if embedding_proj_norm else None
+        self.embedding_proj = Linear(text_embed_dim, width)
+        self.encoder_hidden_states_proj = Linear(text_encodings_dim, width) if max_text_len else None
+        self.self_cond_proj = Linear(image_embed_dim, width, bias=False, init="zero") if self_cond else None
+        self.positional_embedding = nn.Parameter(torch.empty(1, max_text_len + EXTRA_TOKENS, width))
+        self.prd_embedding = nn.Parameter(torch.empty(1, 1, width))
+        self.null_text_embed = nn.Parameter(torch.empty(1, text_embed_dim)) if learns_null else None
+        self.null_text_encodings = (nn.Parameter(torch.empty(1, max_text_len, text_encodings_dim))
+                                    if learns_null and max_text_len else None)
+        self.transformer_blocks = nn.ModuleList(PriorBlock(width, heads, dropout) for _ in range(depth))
+        self.norm_in = nn.LayerNorm(width) if norm_in else None
+        self.norm_out = nn.LayerNorm(width)
+        self.proj_to_clip_embeddings = Linear(width, image_embed_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Positions, query and nulls only: all else belongs to the layers below."""
+        for table in (self.positional_embedding, self.prd_embedding, self.null_text_embed, self.null_text_encodings):
+            if table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def forward(self, x: Tensor, t: Tensor, text_embed: Tensor, text_encodings: Tensor | None = None,
+                text_mask: Tensor | None = None, dropped: Tensor | None = None,
+                self_cond: Tensor | None = None) -> Tensor:
+        """(B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
+
+        text_mask  False where an encoding is padding, which no token sees. With None attention is not causal either:
+                   so behaves the published layout, and PriorSystem always gives a mask.
+        dropped    True where the null text takes the text's place.
+        """
+        dtype = self.proj_in.weight.dtype
+        if dropped is not None:
+            text_embed = torch.where(dropped[:, None], self.null_text_embed, text_embed)
+            if self.max_text_len:
+                text_encodings = torch.where(dropped[:, None, None], self.null_text_encodings, text_encodings)
+                text_mask = text_mask | dropped[:, None]
+        text_embed = text_embed.to(dtype)
+        if self.embedding_proj_norm is not None:
+            text_embed = self.embedding_proj_norm(text_embed)
+        image = self.proj_in(x.to(dtype))                                                         # (B, W)
+        if self.self_cond_proj is not None:
+            image = image + self.self_cond_proj(self_cond.to(dtype))
+        tokens = torch.stack((self.embedding_proj(text_embed), self.time_embedding(t), image), dim=1)
+        tokens = torch.cat((tokens, self.prd_embedding.expand(len(x), -1, -1)), dim=1)            # (B, 4, W)
+        if self.max_text_len:
+            tokens = torch.cat((self.encoder_hidden_states_proj(text_encodings.to(dtype)), tokens), dim=1)
+        tokens = tokens + self.positional_embedding                                               # (B, N, W)
+        if self.norm_in is not None:
+            tokens = self.norm_in(tokens)
+        mask = self._mask(text_mask, tokens)
+        for block in self.transformer_blocks:
+            if self.recompute and torch.is_grad_enabled():               # dropout must draw the same mask again
+                tokens = checkpoint(block, tokens, mask, use_reentrant=False)
+            else:
+                tokens = block(tokens, mask)
+        return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])                         # (B, D)
+
+    def _mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """What is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
+        if text_mask is None:
+            return None
+        count = tokens.shape[1]
+        later = torch.full((count, count), _HIDDEN, dtype=tokens.dtype, device=tokens.device).triu(1)
+        padding = F.pad((~text_mask).to(tokens.dtype) * _HIDDEN, (0, EXTRA_TOKENS))               # (B, N)
+        return padding[:, None, None] + later
+
+
+class PriorBlock(nn.Module):
+    """Attention and MLP, each on normalized tokens and added to them."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn1 = Attention(width, heads, dropout)
+        self.norm3 = nn.LayerNorm(width)
+        self.ff = FeedForward(width, dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attn1(self.norm1(x), mask)
+        return x + self.ff(self.norm3(x))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with maps of their own, as the published names have it: (B, N, W) -> (B, N, W)."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = Linear(width, width), Linear(width, width), Linear(width, width)
+        self.to_out = nn.Sequential(Linear(width, width), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        batch, count, width = x.shape
+        split = lambda y: y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
+        x = F.scaled_dot_product_attention(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
+        return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers about an exact GELU, four times as wide between them."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Widen(width, 4 * width), nn.Dropout(dropout), Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Widen(nn.Module):
+    """A linear layer and its GELU, under the published name `proj`."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.proj = Linear(inside, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x))
+
+
+class TimestepEmbedding(nn.Module):
+    """(B,) -> (B, W); the sinusoids in float32, since bfloat16 cannot tell timesteps apart."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.linear_1, self.linear_2 = Linear(width, width), Linear(width, width)
+
+    def forward(self, t: Tensor) -> Tensor:
+        features = timestep_features(t, self.width).to(self.linear_1.weight.dtype)
+        return self.linear_2(F.silu(self.linear_1(features)))

@@ -1,0 +1,103 @@
+"""A trained prior as a folder for diffusers: its PriorTransformer, scheduler and our null text. See dstrain/export.py.
+
+    prior/                    PriorTransformer.from_pretrained(OUT / "prior"); clip_mean and clip_std bring what a chain
+                              ends with back to embeddings (post_process_latents)
+    scheduler/                UnCLIPScheduler for cosine and x_start or eps, else DDPMScheduler
+    null_text.safetensors     null_text_embed, null_text_encodings: the inputs of the unguided half, with a text mask
+                              that is True everywhere (a pipeline would take the encodings of "" there)
+
+Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dstrain import draws
+from dstrain.systems.base import Example
+from dstrain.systems.prior.config import Config
+from dstrain.systems.prior.network import EXTRA_TOKENS
+from dstrain.systems.prior.system import PriorSystem
+
+NAME = "PriorTransformer"
+_PREDICTIONS = {"x_start": "sample", "eps": "epsilon", "v": "v_prediction"}        # ours -> diffusers'
+_NULL = "null_text.safetensors"
+
+
+def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
+         statistics: Callable[[], dict[str, Any]] = dict) -> None:
+    """Writes the folder; `statistics` are an autoencoder's. ValueError: what diffusers' layout cannot express."""
+    from diffusers import PriorTransformer
+
+    config = system.config
+    _require(config)
+    state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
+    null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
+    state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
+    network = PriorTransformer(**_arguments(config))
+    network.load_state_dict(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    network.save_pretrained(folder / "prior")
+    _scheduler(system).save_pretrained(folder / "scheduler")
+    if null:
+        save_file(null, folder / _NULL)
+
+
+@torch.no_grad()
+def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+    """Of predictions with and (where it is learned) without text, at timesteps over the whole chain."""
+    from diffusers import PriorTransformer
+
+    device, count = example["x_start"].device, len(example["x_start"])
+    theirs = PriorTransformer.from_pretrained(folder / "prior").to(device).eval()
+    t = torch.linspace(0, system.config.timesteps - 1, count, device=device).long()
+    x_t = system.diffusion.q_sample(example["x_start"], t, draws.normal(example["key"], "noise", system.shape))
+    said = system.said(example, torch.zeros(count, dtype=torch.bool, device=device))
+    texts = (said["text_embed"], said.get("text_encodings"), said["text_mask"])
+    found = {"with text": _apart(theirs(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **said))}
+    if "dropped" in said:
+        null = {name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
+                for name, value in load_file(folder / _NULL).items()}
+        texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(said["text_mask"]))
+        ours = nets["denoiser"](x_t, t, **said | {"dropped": ~said["dropped"]})
+        found["without text"] = _apart(theirs(x_t, t, *texts)[0], ours)
+    return found
+
+
+def _apart(theirs: Tensor, ours: Tensor) -> float:
+    return float((theirs - ours).abs().max() / ours.abs().max())
+
+
+def _require(config: Config) -> None:
+    if config.self_cond:
+        raise ValueError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only models "
+                         "without self_cond are exported")
+    if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
+        raise ValueError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
+                         f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}")
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    return {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head, "num_layers": config.depth,
+            "embedding_dim": config.image_embed_dim, "num_embeddings": config.max_text_len,
+            "additional_embeddings": EXTRA_TOKENS, "dropout": config.dropout,
+            "norm_in_type": "layer" if config.norm_in else None,
+            "embedding_proj_norm_type": "layer" if config.embedding_proj_norm else None,
+            "encoder_hid_proj_type": "linear" if config.max_text_len else None,
+            "embedding_proj_dim": config.text_embed_dim}
+
+
+def _scheduler(system: PriorSystem) -> Any:
+    from diffusers import DDPMScheduler, UnCLIPScheduler
+
+    config = system.config
+    common = {"num_train_timesteps": config.timesteps, "prediction_type": _PREDICTIONS[config.prediction],
+              "clip_sample": False}
+    if config.beta_schedule in ("cosine", "squaredcos_cap_v2") and config.prediction != "v":
+        return UnCLIPScheduler(**common, variance_type="fixed_small_log")
+    betas = system.diffusion.tables["betas"].float().tolist()
+    return DDPMScheduler(**common, trained_betas=betas, variance_type="fixed_small")

@@ -1,0 +1,90 @@
+"""Fitting published priors: their statistics of image embeddings, and the weights that they do not have."""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dstrain.nn import fitting
+from dstrain.systems.prior.config import Config
+
+# What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
+_REMEDIES = (
+    (r"^null_text", "text_cond_drop_prob (0 leaves the null text out), max_text_len and text_embed_dim"),
+    (r"^self_cond", "self_cond"),
+    (r"^norm_in", "norm_in"),
+    (r"^embedding_proj_norm", "embedding_proj_norm"),
+    (r"^encoder_hidden_states_proj|^positional", "max_text_len, text_encodings_dim, heads and dim_head"),
+    (r"^embedding_proj", "text_embed_dim, heads and dim_head"),
+    (r"^proj_", "image_embed_dim, heads and dim_head"),
+    (r"^prd", "heads and dim_head (a file without it has no learned query, and is of another kind)"),
+    (r"", "depth, heads and dim_head"),
+)
+
+
+def statistics(config: Config) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation float32 (D,) that embeddings are brought to 0 and 1 by; a scale is 1 / deviation.
+
+    ValueError: image_embed_stats cannot be read, or is of another width.
+    """
+    dim = config.image_embed_dim
+    if config.image_embed_stats is None:
+        return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim ** 0.5))
+    path = Path(config.image_embed_stats)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as content:
+                found |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
+                          if name in ("clip_mean", "clip_std")}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
+    for name in ("clip_mean", "clip_std"):
+        if name not in found:
+            raise ValueError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
+                             "clip_std, such as that of a diffusers prior")
+        if len(found[name]) != dim:
+            raise ValueError(f"image_embed_stats: {name} in {path} is {len(found[name])} wide, image_embed_dim is "
+                             f"{dim}")
+    if not bool((found["clip_std"] > 0).all()):
+        raise ValueError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave "
+                         "image_embed_stats out")
+    return found["clip_mean"], found["clip_std"]
+
+
+def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
+          std: Tensor) -> tuple[dict[str, Tensor], list[str]]:
+    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
+
+    clip_mean and clip_std are left out, since they are the recipe's; they must agree with `mean` and `std` (D,). Null
+    texts and the map of the previous prediction, which published files lack, begin at 0.
+    Raises ValueError at the first other difference, with both sides and the remedy.
+    """
+    wanted = fitting.shapes_of(network)
+    state, notes = dict(state), []
+    theirs = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
+    if theirs[1] is not None and bool(theirs[1].any()):
+        same = [torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5) if a.numel() == len(b) else False
+                for a, b in zip(theirs, (mean, std))]
+        if not all(same):
+            raise ValueError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
+                             "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
+                             "it was made with")
+        notes.append("clip_mean, clip_std: as in the recipe")
+    elif theirs[1] is not None:
+        notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
+    for name in wanted.keys() - state.keys():
+        if name.startswith(("null_text_", "self_cond_proj")):
+            state[name] = torch.zeros(wanted[name])
+            notes.append(f"{name}: absent in the file, begins at 0" + (
+                "; guide samples only after training with dropped texts" if name.startswith("null") else ""))
+    fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_natural), _REMEDIES)
+    return state, sorted(notes)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]

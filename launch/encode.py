@@ -1,0 +1,131 @@
+"""Encodes a data set once, as shards that training reads: deepspeed launch/encode.py RUN --out DIR [...]"""
+
+import argparse
+from pathlib import Path
+
+from dstrain import cli
+
+_HELP = """\
+Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
+
+usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [options]
+
+  RUN                   a run of an autoencoder, for example runs/vae-small
+  --first-stage PATH    instead: a diffusers AutoencoderKL, a folder or a name on the hub
+  --out DIR             where to write; the same command again makes what is missing or damaged
+  --data PATH           a folder of images, or builtin:fashion (the run's)
+  --split NAME          train, held_out or all (train)
+  --held-out FRACTION   share of the folder that is held out (the run's, or 0)
+  --image-size N        pixels (the run's)
+  --batch N             images of one call of the first stage (32)
+  --dtype NAME          of latents: float16 or float32 (float16)
+  --no-flip             without the mirrored images: half the size, and no data.flip
+  --shard-size N        samples of a file (4096)
+  --ema DECAY | --raw   of a run: an average of this decay, or the training weights (the run's first average)
+  --checkpoint STEP     of a run: the step to load (the newest whole one)
+  --max-bad-fraction F  unreadable images that are replaced before it ends (0.01)
+
+for a prior, pairs of embeddings of captioned images (X.png and X.txt, or tar shards), which data.path=DIR trains on:
+  --image-encoder PATH  a CLIP model: a folder or a name on the hub; --data, --batch, --dtype, --shard-size as above
+  --text-encoder PATH   the same, or a sentence encoder
+  --text-encodings      a vector for each text token, too
+  --max-text-len N      text tokens (what the encoder takes)
+
+examples:
+  python launch/encode.py runs/vae-small --out latents/fashion
+  deepspeed launch/encode.py --first-stage stabilityai/sd-vae-ft-mse --data /data/imagenet/train --image-size 256 \\
+      --out latents/imagenet256
+"""
+
+
+def _order(argv: list[str] | None = None):
+    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--first-stage", "--first_stage")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--data")
+    parser.add_argument("--split", choices=("train", "held_out", "all"), default="train")
+    parser.add_argument("--held-out", "--held_out", type=_share)
+    parser.add_argument("--image-size", "--image_size", type=cli.positive)
+    parser.add_argument("--batch", type=cli.positive, default=32)
+    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
+    parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
+    parser.add_argument("--shard-size", "--shard_size", type=cli.positive, default=4096)
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--ema", type=float)
+    weights.add_argument("--raw", action="store_true")
+    parser.add_argument("--checkpoint", type=cli.count, dest="step")
+    parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=_share, default=0.01)
+    parser.add_argument("--image-encoder", "--image_encoder")
+    parser.add_argument("--text-encoder", "--text_encoder")
+    parser.add_argument("--max-text-len", "--max_text_len", type=cli.positive)
+    parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    words = vars(parser.parse_args(argv))
+    if words.pop("help"):
+        print(_HELP, end="")
+        raise SystemExit(0)
+    del words["local_rank"]
+    embeds = {name: words.pop(name) for name in ("image_encoder", "text_encoder", "max_text_len", "text_encodings")}
+    if any(embeds.values()):
+        return _pairs(words, embeds, parser)
+    if (words["run"] is None) == (words["first_stage"] is None):
+        raise cli.ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
+    if words["out"] is None:
+        raise cli.ConfigError("name the folder to write into: --out DIR")
+    given = words["ema"] is not None or words["raw"] or words["step"] is not None
+    if words["first_stage"] is not None and given:
+        raise cli.ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
+                              "--first-stage")
+    from dstrain.encode import Order
+    return Order(**words)
+
+
+def _pairs(words: dict, embeds: dict, parser: argparse.ArgumentParser):
+    """The order for embedding pairs."""
+    kept = {name: words.pop(name) for name in ("out", "data", "batch", "dtype", "shard_size", "max_bad_fraction")}
+    for name in ("out", "data"):
+        if kept[name] is None:
+            raise cli.ConfigError(f"embedding pairs need --{name}: --help shows how")
+    for name in ("image_encoder", "text_encoder"):
+        if embeds[name] is None:
+            raise cli.ConfigError(f"embedding pairs need both towers: give --{name.replace('_', '-')}, too")
+    other = [name for name, value in words.items() if value != parser.get_default(name)]
+    if other:
+        raise cli.ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
+    from dstrain.embed import Order
+    return Order(**kept, **embeds)
+
+
+def _share(text: str) -> float:
+    value = cli.scale(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
+    return value
+
+
+def main() -> None:
+    order = _order()
+    from dstrain import embed, encode, ranks
+    from dstrain.engine.engines import start
+    if ranks.place().world > 1:
+        start()
+    if not isinstance(order, encode.Order):
+        plan = embed.embed(order)
+        if ranks.rank() == 0:
+            print(f"{plan['pairs']} pairs in {order.out}: image_embed {plan['image_embed_dim']}, text_embed "
+                  f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
+                  "images without caption")
+        return
+    index = encode.encode(order)
+    if ranks.rank() == 0:
+        encoding, found = index["encoding"], index["statistics"]
+        scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
+        bad = f", {len(index['bad_files'])} unreadable files replaced" if index["bad_files"] else ""
+        print(f"{encoding['number']} samples in {order.out}: {encoding['kind']} {encoding['dtype']} "
+              f"{encoding['shape']} x {encoding['flips']}{scale}{bad}")
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,61 @@
+"""Writes a trained run as a folder that diffusers loads: python launch/export.py RUN --out DIR [...]"""
+
+from pathlib import Path
+
+from dstrain import cli
+
+_HELP = """\
+Writes a trained run as a folder that diffusers loads, and compares it with the trained network.
+
+usage:  python launch/export.py RUN --out DIR [options]
+
+  RUN                   a run's folder, for example runs/vae-small
+  --out DIR             a new folder
+  --format NAME         diffusers: a KL autoencoder becomes an AutoencoderKL
+  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --checkpoint STEP     the step to load (the newest whole one)
+  --statistics DIR      an autoencoder's scaling_factor from what launch/encode.py has written there;
+                        without, it is measured over the run's data
+  --num-samples N       samples to measure over (1000)
+
+example:
+  python launch/export.py runs/vae-small --out first_stage
+"""
+
+
+def _order(argv: list[str] | None = None):
+    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--format", choices=("diffusers",), default="diffusers")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--ema", type=float)
+    weights.add_argument("--raw", action="store_true")
+    parser.add_argument("--checkpoint", type=cli.count, dest="step")
+    parser.add_argument("--statistics", type=Path)
+    parser.add_argument("--num-samples", "--num_samples", type=cli.positive, default=1000, dest="num")
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    words = vars(parser.parse_args(argv))
+    if words.pop("help"):
+        print(_HELP, end="")
+        raise SystemExit(0)
+    del words["local_rank"]
+    for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
+        if words[name] is None:
+            raise cli.ConfigError(f"name {option}; --help shows how")
+    from dstrain.export import Order
+    return Order(**words)
+
+
+def main() -> None:
+    order = _order()
+    from dstrain import export
+    done = export.export(order)
+    apart = ", ".join(f"{name} {error:.1e}" for name, error in done.errors.items())
+    scale = f", scaling_factor {done.statistics['scaling_factor']:.5f}" if done.statistics else ""
+    print(f"{done.name} in {order.out}{scale}; relative difference from the trained network: {apart}")
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,265 @@
+"""Cached codes as a source: what a batch holds, held-out shares, damage, and what a recipe says beside an index."""
+
+import json
+import pickle
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from dstrain import draws, recipe, systems
+from dstrain.cli import Options, prepare
+from dstrain.config import ConfigError, Data
+from dstrain.data import shards
+from dstrain.data.batches import Batches, held_out
+from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.order import Order
+from dstrain.data.sources import completed, open_sources
+from dstrain.systems.base import Request
+from launch import bench_latents
+from tests.support import first_stage
+from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=("a", "b", "c"), stage="stage"):
+    """A folder as launch/encode.py leaves it, with random codes; and all of these in one array."""
+    folder.mkdir(parents=True)
+    rng, shape = np.random.default_rng(seed), [3, 4, 4] if kind == "latents" else [4, 4]
+    encoding = {"kind": kind, "shape": shape, "dtype": "float16" if kind == "latents" else "int32", "number": number,
+                "flips": flips, "image_size": 16, "channels": 1, "shard_size": size, "batch": 4, "first_stage": stage,
+                "data": "random"}
+    records, every = [], []
+    for k in range(-(-number // size)):
+        rows = min(size, number - k * size)
+        if kind == "latents":
+            codes = rng.standard_normal((rows, flips, 2, *shape)).astype(np.float16)
+            codes[:, :, 1] = np.abs(codes[:, :, 1])
+        else:
+            codes = rng.integers(0, 99, (rows, flips, *shape), dtype=np.int32)
+        label = (np.arange(k * size, k * size + rows) % len(classes)).astype(np.int64)
+        path = folder / shards.shard_name(k)
+        path.write_bytes(shards.pack({"moments" if kind == "latents" else "tokens": codes, "label": label,
+                                      "source": np.arange(rows)},
+                                     {"encoding": shards.short(encoding), "number": k, "bad": [],
+                                      "sums": shards.sums(codes)}))
+        records.append(shards.record(path, shards.check(path)))
+        every.append(codes)
+    (folder / shards.INDEX).write_text(shards.render(shards.body_of(encoding, list(classes), records, {})))
+    return np.concatenate(every)
+
+
+def test_items_and_batches_are_what_was_stored(tmp_path):
+    """Oracle: the arrays that were written; mirrored samples are the second side's."""
+    codes = write(tmp_path / "x")
+    source = Latents(tmp_path / "x")
+    assert len(source) == 50 and source.shape == (3, 4, 4) and source.classes == ("a", "b", "c") and source.light
+    assert is_encoded(tmp_path / "x") and not is_encoded(tmp_path)
+    item = source[37]
+    assert item["label"] == 37 % 3 and item["latent_mean"].dtype == torch.float16
+    assert np.array_equal(item["latent_mean"], codes[37, 0, 0]) and np.array_equal(item["latent_std"], codes[37, 0, 1])
+    index, mirrored = torch.tensor([49, 0, 16, 15, 16]), torch.tensor([True, False, True, False, False])
+    batch = pickle.loads(pickle.dumps(source)).take(index, mirrored)
+    wanted = codes[index.numpy(), mirrored.numpy().astype(int)]
+    assert np.array_equal(batch["latent_mean"], wanted[:, 0]) and np.array_equal(batch["latent_std"], wanted[:, 1])
+    assert batch["label"].tolist() == (index % 3).tolist()
+    assert source.name(17) == "shard_00001.safetensors[1]"
+    with pytest.raises(IndexError):
+        source[50]
+
+
+def test_token_ids(tmp_path):
+    """Oracle: the ids that were written, as int64, and the side that the key's flip asks for."""
+    codes = write(tmp_path / "x", kind="tokens")
+    batches = Batches(Latents(tmp_path / "x"), global_batch=20, micro_batch=20, seed=1)
+    (batch,) = batches.at(0)
+    side = (draws.uniform(batch["key"], "flip") < 0.5).long().numpy()
+    index = Order(50, 1).index_at(torch.arange(20)).numpy()
+    assert batch["tokens"].dtype == torch.int64 and np.array_equal(batch["tokens"], codes[index, side])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
+    """Oracle: the formula of the order, the keys and the flip, on one rank without workers."""
+    codes, position = write(tmp_path / "x"), torch.arange(24)
+    for world, micro in ((1, 24), (2, 4)):
+        parts = []
+        for rank in range(world):
+            with Batches(Latents(tmp_path / "x"), global_batch=24, micro_batch=micro, seed=3, rank=rank, world=world,
+                         num_workers=num_workers) as batches:
+                parts += batches.at(7)
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        rows = whole["position"].argsort()
+        key, index = draws.keys(3, 7, position), Order(50, 3).index_at(7 * 24 + position).numpy()
+        side = (draws.uniform(key, "flip") < 0.5).long().numpy()
+        assert 0 < side.sum() < 24 and torch.equal(whole["key"][rows], key)
+        assert np.array_equal(whole["latent_mean"][rows], codes[index, side, 0])
+        assert np.array_equal(whole["latent_std"][rows], codes[index, side, 1])
+
+
+def test_a_share_is_held_out(tmp_path):
+    """Oracle: the two splits part the whole; a share by the hash, near the fraction, the same at every opening."""
+    codes = write(tmp_path / "x", number=1000, size=300)
+    train, unseen = (Latents(tmp_path / "x", split, 0.2) for split in ("train", "held_out"))
+    assert sorted([*train.members, *unseen.members]) == list(range(1000)) and 150 < len(unseen) < 250
+    assert np.array_equal(unseen.members, Latents(tmp_path / "x", "held_out", 0.2).members)
+    assert np.array_equal(unseen[7]["latent_mean"], codes[unseen.members[7], 0, 0])
+    assert train.fingerprint() != unseen.fingerprint() != Latents(tmp_path / "x").fingerprint()
+    seen = list(held_out(unseen, 64))
+    rows = torch.cat([batch["latent_mean"][batch["valid"]] for batch in seen])
+    assert np.array_equal(rows, codes[unseen.members, 0, 0]), "held-out samples are never mirrored"
+    with pytest.raises(ValueError, match="leaves none of the 1000"):
+        Latents(tmp_path / "x", "held_out", 1e-9)
+
+
+def test_the_benchmark_reads_the_same(tmp_path, capsys):
+    """Oracle: each other: both sides of launch/bench_latents.py give the latents that were made up for it."""
+    options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32")
+    bench_latents.write(tmp_path, options)
+    index = torch.tensor([29, 0, 13, 12])
+    ours = Latents(tmp_path / "shards").take(index)
+    theirs = bench_latents.from_files(tmp_path / "files", index)
+    assert torch.equal(ours["latent_mean"], theirs["latent_mean"]) and torch.equal(ours["label"], theirs["label"])
+    bench_latents.compare(tmp_path, options)
+    said = capsys.readouterr().out
+    assert "files" in said and "shards" in said and "/ files" in said
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def test_missing_and_truncated_shards(tmp_path):
+    """Oracle: the contract: an error when the source is opened, naming the file and the remedy."""
+    write(tmp_path / "x")
+    path = tmp_path / "x" / "shard_00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-3])
+    with pytest.raises(ValueError, match=r"shard_00001.safetensors has \d+ bytes instead of .*launch/encode.py"):
+        Latents(tmp_path / "x")
+    path.unlink()
+    with pytest.raises(ValueError, match="shard_00001.safetensors is missing.*launch/encode.py"):
+        Latents(tmp_path / "x")
+
+
+def test_any_altered_byte_is_found(tmp_path):
+    """Oracle: the bytes that were written: 300 flips anywhere in a shard, all found by its hash, none by accident."""
+    write(tmp_path / "x")
+    path = tmp_path / "x" / "shard_00002.safetensors"
+    data, rng = path.read_bytes(), np.random.default_rng(0)
+    Latents(tmp_path / "x").verify()
+    header = 8 + int.from_bytes(data[:8], "little")
+    for place in [*range(8), *rng.integers(0, header, 140), *rng.integers(header, len(data), 160)]:
+        altered = bytearray(data)
+        altered[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(altered)
+        with pytest.raises(ValueError, match="shard_00002.safetensors has altered"):
+            Latents(tmp_path / "x").verify()
+    path.write_bytes((tmp_path / "x" / "shard_00001.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="shard_00002.safetensors"):
+        Latents(tmp_path / "x").verify()
+
+
+def test_damaged_index(tmp_path):
+    """Oracle: the contract: an index that is altered, cut, of another format or not there yet is no index."""
+    write(tmp_path / "x")
+    path = tmp_path / "x" / "index.json"
+    text = path.read_text()
+    for wrong in (text.replace('"scaling_factor": 0', '"scaling_factor": 1'), text[:-9], "{}", "[1]", "\0"):
+        assert wrong != text
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="index.json is truncated or altered"):
+            Latents(tmp_path / "x")
+    path.write_text(shards.render(json.loads(text)["body"] | {"format": 9}))
+    with pytest.raises(ValueError, match="has format 9"):
+        Latents(tmp_path / "x")
+    path.unlink()
+    with pytest.raises(ValueError, match="holds no index.json"):
+        Latents(tmp_path / "x")
+    (tmp_path / "x" / "encoding.json").write_text("{}")
+    with pytest.raises(ValueError, match="not encoded to the end"):
+        Latents(tmp_path / "x")
+
+
+# ------------------------------------------------------------------------------------------------------- in a recipe
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """A first stage, latents that say they are of it, and the overrides of a recipe that reads them."""
+    from dstrain.encoders.autoencoder import Autoencoder
+    path = first_stage.save(tmp_path / "vae")
+    write(tmp_path / "x", stage=Autoencoder(str(path)).fingerprint())
+    words = [f"data.path={tmp_path / 'x'}", "data.image_size=16", "data.channels=1", "model.patch_size=1",
+             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", f"folder={tmp_path / 'run'}"]
+    return tmp_path, path, words
+
+
+def prepared(words):
+    recipes = ROOT / "launch" / "recipes"
+    return prepare(Options(recipes / "dit-small.yaml", ROOT / "ds_configs/zero1.json", tuple(words)), 1, "cpu")
+
+
+def test_the_index_fills_in_the_recipe(stage):
+    """Oracle: what the index says: channels, factor, scale; the encoder is dropped, the written run reads back."""
+    folder, path, words = stage
+    run = prepared([*words, f"model.first_stage.path={path}"]).run
+    index = Latents(folder / "x").index
+    assert run.model["in_channels"] == 3 and run.model["first_stage"]["factor"] == 4
+    assert run.model["codes"]["scaling_factor"] == index["statistics"]["scaling_factor"]
+    (folder / "run.yaml").write_text(recipe.dump(run))
+    system = systems.build("dit", recipe.load(folder / "run.yaml").model)
+    batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).at(0))
+    example = system.encode(batch)
+    noise = draws.normal(batch["key"], "latent", (3, 4, 4))
+    wanted = (batch["latent_mean"].float() + batch["latent_std"].float() * noise) * 0.5
+    assert torch.equal(example["x_start"], wanted) and system.first_stage.vae.encoder is None
+    alone = systems.build("dit", prepared([*words, "every.sample=0"]).run.model)
+    torch.testing.assert_close(alone.encode(batch)["x_start"], wanted / 0.5 * index["statistics"]["scaling_factor"])
+    assert not alone.generates and alone.frozen() == ()
+    for built in (system, alone):
+        with pytest.raises(ValueError, match="the data give images; encode them with launch/encode.py"):
+            built.encode({"image": torch.zeros(2, 1, 16, 16, dtype=torch.uint8), "key": batch["key"][:2]})
+    with pytest.raises(ValueError, match="no autoencoder decodes them; set model.first_stage.path"):
+        alone.sample(alone.networks(), Request(torch.arange(2)))
+
+
+def test_recipes_that_do_not_fit(stage):
+    """Oracle: the contract: refused before anything starts, each with the key and the remedy."""
+    folder, path, words = stage
+    other = first_stage.save(folder / "other", seed=1)
+    coarse = first_stage.save(folder / "coarse", depth=4)
+    write(folder / "plain", flips=1)
+    write(folder / "ids", kind="tokens")
+    write(folder / "unseen", stage="another")
+    given = f"model.first_stage.path={path}"
+    for more, message in (
+            ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
+            ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
+            ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in the autoencoder"),
+            ([given, "model.first_stage.factor=8"], "set first_stage.factor to 4"),
+            ([given, "model.in_channels=4"], "set in_channels to 3"),
+            ([given, "model.patch_size=3"], "multiple of 12"),
+            ([given, "data.image_size=32"], "write data.image_size=16"),
+            ([given, "data.channels=3"], "write data.channels=1"),
+            ([given, f"data.path={folder / 'plain'}", "data.flip=true"], "write data.flip=false"),
+            ([given, f"data.path={folder / 'ids'}"], "holds tokens, and dit models latents"),
+            ([given, f"data.held_out_path={folder / 'unseen'}"], "has first_stage another"),
+            ([given, "model.num_classes=2"], "has 3 classes")):
+        with pytest.raises(ConfigError, match=message):
+            prepared([*words, *more])
+    shard = folder / "x" / "shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(ConfigError, match="shard_00000.safetensors has altered.*launch/encode.py"):
+        prepared([*words, given])
+
+
+def test_images_have_no_codes(tmp_path):
+    """Oracle: the section: what an index once filled in is not kept for a folder of images."""
+    write(tmp_path / "x")
+    data = completed(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
+    assert data.codes.shape == (3, 4, 4) and data.codes.first_stage == "stage"
+    assert completed(data.model_copy(update={"path": "builtin:fashion"})).codes is None

@@ -1,0 +1,146 @@
+"""Encoding through the real launcher, and the whole way: an autoencoder, exported, its latents, a DiT, its pictures."""
+
+import json
+import os
+import re
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dstrain import runs, systems
+from dstrain.data.images import open_images
+from dstrain.data.latents import Latents
+from tests.support import first_stage
+from tests.support.launch import ROOT, command
+from tests.support.pictures import break_file, folder
+from tests.support.runs import begin, ds_config, finish, metrics, wait_for, wait_for_end
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A first stage, 240 pictures of which 3 cannot be read, and their codes, made by one process."""
+    root = tmp_path_factory.mktemp("made")
+    first_stage.save(root / "vae", channels=3, block_out_channels=(16, 16, 16), norm_num_groups=4)
+    folder(root / "data", 4, 60)
+    for name in ("c0/003.png", "c2/010.png", "c3/059.png"):
+        break_file(root / "data" / name, "truncated")
+    said = finish(encoding(root, root / "one", num=1))
+    assert "240 samples" in said and "3 unreadable files replaced" in said and "240/240" in said
+    return root
+
+
+def encoding(root, out, *words, num):
+    return command("launch/encode.py", "--first-stage", root / "vae", "--data", root / "data", "--image-size", "64",
+                   "--out", out, "--batch", "8", "--shard-size", "20", "--max-bad-fraction", "0.05", *words, num=num)
+
+
+def content(path):
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+
+
+def test_the_same_bytes_on_two_ranks(made, tmp_path):
+    """Oracle: the bytes that one process wrote."""
+    finish(encoding(made, tmp_path / "two", num=2))
+    assert len(content(made / "one")) == 14 and content(tmp_path / "two") == content(made / "one")
+
+
+@pytest.mark.parametrize("num, then", [(1, 2), (2, 1)])
+def test_killed_in_the_middle(made, tmp_path, num, then):
+    """Oracle: the undisturbed bytes: after kill -9 the same command, on other ranks, makes what is missing."""
+    out = tmp_path / "out"
+    process = begin(encoding(made, out, num=num), tmp_path / "log")
+    wait_for(out / "shard_00003.safetensors", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for_end(process.pid)
+    there = {path: path.stat().st_mtime_ns for path in out.glob("shard_*.safetensors")}
+    assert 1 <= len(there) < 12 and not (out / "index.json").exists(), "killed too late to show anything"
+    (out / "shard_00009.safetensors.tmp").write_bytes(b"half a shard")
+    finish(encoding(made, out, num=then))
+    assert content(out) == content(made / "one")
+    assert {path: path.stat().st_mtime_ns for path in there} == there, "whole shards are made once"
+
+
+def test_wrong_words(made, tmp_path):
+    """Oracle: exit code 2 and the remedy, from every rank's command alike."""
+    for words, message in ((["--dtype", "float32"], "dtype float16 there, float32 here"),
+                           (["--shard-size", "0"], "not a whole number above 0"),
+                           (["--ema", "0.9"], "choose among a run"), (["--flip"], "unrecognized arguments: --flip")):
+        assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
+    said = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2), code=2)
+    assert "name one first stage" in said
+    assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
+
+
+def test_token_ids_of_a_run(tmp_path):
+    """Oracle: the trained network itself, read from the checkpoint: its likeliest tokens of images, mirrored or not."""
+    run, out = tmp_path / "dvae", tmp_path / "tokens"
+    model = "model={discrete: {num_tokens: 16, codebook_dim: 8, num_layers: 2, hidden_dim: 8}}"
+    words = [f"folder={run}", "steps=6", model]
+    finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml", "--ds_config",
+                   ds_config(tmp_path, 1), *words, num=1))
+    refused = finish(command("launch/export.py", run, "--out", tmp_path / "x", num=1), code=2)
+    assert "no class for a discrete VAE" in refused and not list(tmp_path.glob("x*"))
+    words = ["--split", "held_out", "--raw", "--batch", "20"]
+    said = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
+    assert "500 samples" in said and "tokens int32 [4, 4] x 2" in said
+    recipe = runs.read(run)
+    system = systems.build(recipe.system, recipe.model)
+    nets = runs.networks(system, runs.checkpoint(run), {"autoencoder": "master"}, torch.float32)
+    images = open_images("builtin:fashion", 16, channels=1, split="held_out")
+    pixels = torch.stack([images[i]["image"] for i in range(20)])
+    found = Latents(out)
+    assert found.index["statistics"]["largest"] < 16 and len(found) == 500
+    for side, x in enumerate((pixels, pixels.flip(-1))):
+        wanted = system.codes(nets, system.encode({"image": x}))["tokens"]
+        assert torch.equal(found.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], wanted)
+
+
+def test_the_whole_way(tmp_path):
+    """Oracle: each step's own product: a first stage that diffusers loads, codes that carry its fingerprint, a DiT that
+    learns in them (the loss falls below that of predicting nothing), pictures of the size that was asked for.
+    """
+    run, stage, codes, dit = (tmp_path / name for name in ("vae", "first_stage", "latents", "dit"))
+    overrides = [f"folder={run}", "model.kl.discriminator=null"]
+    assert "complete: 40 steps" in finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml",
+                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2))
+    said = finish(command("launch/export.py", run, "--out", stage, num=1))
+    scale = float(re.search(r"scaling_factor ([\d.]+)", said)[1])
+    assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)
+    assert "is there already" in finish(command("launch/export.py", run, "--out", stage, num=1), code=2)
+
+    finish(command("launch/encode.py", run, "--out", codes, "--shard-size", "500", "--no-flip", num=2))
+    finish(command("launch/encode.py", "--first-stage", stage, "--data", "builtin:fashion", "--image-size", "16",
+                   "--out", tmp_path / "again", "--shard-size", "500", "--no-flip", num=1))
+    assert content(codes).keys() == content(tmp_path / "again").keys()
+    for name, data in content(codes).items():                # a run and its export are one first stage
+        assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
+    index = Latents(codes).index
+    assert index["statistics"]["scaling_factor"] == pytest.approx(scale, rel=0.02) and len(index["shards"]) == 4
+    told = tmp_path / "told"
+    assert f"{index['statistics']['scaling_factor']:.5f}" in finish(
+        command("launch/export.py", run, "--out", told, "--statistics", codes / "index.json", num=1))
+
+    words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ds_config(tmp_path, 2), f"folder={dit}",
+             f"data.path={codes}", "data.image_size=16", "data.flip=false", "data.held_out=0.1", "every.evaluate=60",
+             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={told}"]
+    assert "complete: 60 steps" in finish(command("launch/train.py", *words, num=2))
+    losses = [line["loss"] for line in metrics(dit) if "loss" in line]
+    assert losses[0] > 0.8 and losses[-1] < 0.7 and metrics(dit)[-1]["held_out/loss"] < 0.7
+    assert Image.open(dit / "samples" / "step_00000060.png").size[0] >= 16
+    finish(command("launch/generate.py", dit, "--num-samples", "4", "--out", tmp_path / "pictures", num=2))
+    pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"]
+    assert pictures.std() > 0
+
+    said = finish(command("launch/export.py", dit, "--out", tmp_path / "x", num=1), code=2)
+    assert "has no form in diffusers" in said
+    other = first_stage.save(tmp_path / "other", depth=2, block_out_channels=(8, 16), norm_num_groups=4)
+    refused = [word for word in words if "first_stage" not in str(word) and "folder=" not in str(word)]
+    said = finish(command("launch/train.py", *refused, f"folder={tmp_path / 'no'}", f"model.first_stage.path={other}",
+                          num=1), code=2)
+    assert "first_stage.path:" in said and "is the autoencoder" in said

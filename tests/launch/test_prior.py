@@ -1,0 +1,123 @@
+"""The prior through the real launcher: killed and resumed, other stages, uneven ranks, wrong words."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support import towers
+from tests.support.launch import ROOT, command, launch
+from tests.support.runs import files, finish, kill_in_the_middle, metrics, train
+
+RECIPE = ROOT / "tests" / "launch" / "tiny-prior.yaml"
+
+pytestmark = pytest.mark.slow
+
+
+def same(a: Path, b: Path) -> None:
+    """Weights, moments, averages and counters bit by bit, and every figure that was reported."""
+    assert files(a, 60) == files(b, 60) and metrics(a) == metrics(b)
+    assert any("held_out/similarity/3/other_text" in line for line in metrics(a))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_kill_minus_nine(tmp_path, stage):
+    """Oracle: the undisturbed run on 2 ranks: after kill -9 the same command ends with the same bits of everything."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert "complete: 60 steps" in finish(train(whole, stage, recipe=RECIPE))
+    kill_in_the_middle(train(killed, stage, recipe=RECIPE), killed, 20)
+    assert not (killed / "checkpoints" / "step_00000060").exists(), "killed too late to show anything"
+    finish(train(killed, stage, recipe=RECIPE))
+    same(whole, killed)
+
+
+def test_one_rank_trains_the_same_curve(tmp_path):
+    """Oracle: the same run on 2 ranks, without dropout, which draws by rank: all figures but for rounding."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, num in ((one, 1), (two, 2)):
+        finish(train(folder, 2, "model.dropout=0", recipe=RECIPE, num=num))
+    assert len(metrics(one)) == len(metrics(two))
+    for a, b in zip(metrics(one), metrics(two)):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+def test_embeddings_for_prompts(tmp_path):
+    """Oracle: one process: 2 ranks write the same embeddings for the same prompts, of unit length where asked."""
+    towers.sentences(tmp_path / "words")
+    words = ["model.image_embed_dim=12", f"model.text_encoder={tmp_path / 'words'}",
+             "model.sampling_final_clamp_l2norm=true"]
+    pairs = tmp_path / "pairs"
+    for folder in ("img_emb", "text_emb"):
+        (pairs / folder).mkdir(parents=True)
+        np.save(pairs / folder / "0.npy", np.random.default_rng(0).standard_normal((40, 12)).astype(np.float32))
+    run = tmp_path / "run"
+    finish(train(run, 2, *words, f"data.path={pairs}", "steps=10", "data.workers=0", "every.save=10", recipe=RECIPE))
+    (tmp_path / "prompts.txt").write_text("a red cat\nthe moon\nthe dog on the house\n")
+    found = []
+    for num in (1, 2):
+        out = tmp_path / f"drawn{num}"
+        finish(command("launch/generate.py", run, "--prompts", tmp_path / "prompts.txt", "--num-samples", "5",
+                       "--batch", "2", "--out", out, num=num))
+        found.append(np.load(out / "embeddings.npy"))
+    assert found[0].shape == (5, 12) and found[0].dtype == np.float32
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found[0], axis=1), 1, rtol=1e-5)
+    assert not np.allclose(found[0][0], found[0][3])             # the same prompt, another seed
+
+
+def test_evaluation(tmp_path):
+    """Oracle: one process: the table of similarities is the same on 2 ranks and with another batch."""
+    run = tmp_path / "run"
+    finish(train(run, 2, "steps=10", "every.save=10", recipe=RECIPE))
+    tables = []
+    for num, batch in ((1, "64"), (2, "7")):
+        out = tmp_path / f"found{num}"
+        launch("launch/evaluate.py", run, "--steps", "4", "--batch", batch, "--out", out, num=num)
+        tables.append(json.loads(next(out.glob("*.json")).read_text()))
+    figures = [table["figures"] for table in tables]
+    assert figures[0] == pytest.approx(figures[1], abs=1e-6)
+    for name in ("loss", "similarity/text_image", *(f"similarity/4/{kind}" for kind in (
+            "image", "text", "other_text", "above_baseline"))):
+        assert np.isfinite(figures[0][name])
+
+
+def spoiled(tmp_path: Path, how: str) -> list[str]:
+    """Overrides that should be refused."""
+    pairs = tmp_path / "pairs"
+    for folder in ("img_emb", "text_emb"):
+        (pairs / folder).mkdir(parents=True)
+        array = np.random.default_rng(0).standard_normal((40, 384)).astype(np.float32)
+        if how == "nan" and folder == "text_emb":
+            array[17, 3] = np.nan
+        np.save(pairs / folder / "0.npy", array[:39] if how == "rows" and folder == "text_emb" else array)
+    return [f"data.path={pairs}", "data.workers=0"]
+
+
+@pytest.mark.parametrize("how, overrides, message", [
+    ("", ["model.image_embed_dim=100"], "set model.image_embed_dim=384"),
+    ("nan", [], "text_emb/0.npy[17] holds NaN"), ("rows", [], "img_emb/0.npy has 40 rows and text_emb/0.npy 39"),
+    ("", ["data.splits=[0.7,0.2,0.2]"], "which sum to 1"),
+    ("", ["data.splits=[0.97,0.02,0.01]"], "leaves 1 for validation"),
+    ("", ["data.path=builtin:fashion"], "holds no embedding pairs"),
+    ("", ["data.path=builtin:emojis"], "builtin:emoji-pairs"),
+    ("", ["data.held_out=0.1"], "data.splits"), ("", ["samples.sampler=euler"], "none of ddpm, ddim"),
+])
+def test_bad_input_is_refused(tmp_path, how, overrides, message):
+    """Oracle: exit code 2 on 2 ranks, and one message that names key, file or row; no traceback, no run."""
+    words = spoiled(tmp_path, how)
+    done = launch("launch/train.py", "--recipe", RECIPE, f"folder={tmp_path / 'run'}", *words, *overrides, check=False)
+    assert done.returncode != 0 and message in done.stdout and "Traceback" not in done.stdout
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000020").exists()
+
+
+@pytest.mark.parametrize("name", ["prior-small", "prior-1b", "prior-laion"])
+def test_recipes(name, tmp_path):
+    """Oracle: the launcher's own checks of what a recipe says; only /data/pairs may be missing."""
+    done = launch("launch/train.py", "--recipe", ROOT / "launch" / "recipes" / f"{name}.yaml", "--dry-run",
+                  f"folder={tmp_path / 'run'}", num=1, check=False)
+    problems = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+    missing = [line for line in problems if not line.startswith("data.path=/data/pairs does not exist")]
+    assert missing == [] and (name != "prior-small" or done.returncode == 0), done.stdout
+    assert yaml.safe_load((ROOT / "launch" / "recipes" / f"{name}.yaml").read_text())["system"] == "prior"

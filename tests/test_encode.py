@@ -1,0 +1,169 @@
+"""Encoding a data set: what the shards hold, what the same command does again, what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from dstrain import draws, systems
+from dstrain.config import ConfigError, Data
+from dstrain.data.batches import Batches
+from dstrain.data.images import open_images
+from dstrain.data.latents import Latents
+from dstrain.data.sources import completed, open_sources
+from dstrain.encode import Order, encode
+from tests.support import first_stage
+from tests.support.pictures import break_file, folder
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    return first_stage.save(tmp_path_factory.mktemp("first_stage") / "vae")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Thirty pictures of three classes."""
+    return folder(tmp_path_factory.mktemp("images") / "data", 3, 10)
+
+
+def order(path, vae, images, **changes):
+    settings = dict(out=path, first_stage=str(vae), data=str(images), image_size=16, batch=4, shard_size=11,
+                    dtype="float32")
+    return Order(**settings | changes)
+
+
+def content(path):
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+
+
+def test_shards_hold_the_posterior(tmp_path, vae, images):
+    """Oracle: diffusers' own posterior of each image and of its mirror image; numpy's statistics of all of them."""
+    from diffusers import AutoencoderKL
+    index = encode(order(tmp_path / "out", vae, images))
+    network, source = AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False), open_images(images, 16, channels=1)
+    found = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
+    assert [len(shard["label"]) for shard in found] == [11, 11, 8]
+    moments, labels, sources = (np.concatenate([shard[name] for shard in found])
+                                for name in ("moments", "label", "source"))
+    assert moments.shape == (30, 2, 2, 3, 4, 4) and moments.dtype == np.float32
+    assert sources.tolist() == list(range(30)) and labels.tolist() == [source[i]["label"] for i in range(30)]
+    pixels = torch.stack([source[i]["image"] for i in range(30)]).float() / 127.5 - 1
+    for side, x in enumerate((pixels, pixels.flip(-1))):
+        with torch.no_grad():
+            posterior = network.encode(x).latent_dist
+        np.testing.assert_allclose(moments[:, side, 0], posterior.mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(moments[:, side, 1], posterior.std, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(moments[:, 1], np.flip(moments[:, 0], -1), atol=1e-3), "a mirrored latent is no latent"
+    draw = np.random.default_rng(0).standard_normal((400, *moments.shape[:2], 3, 4, 4))
+    latents = moments[:, :, 0] + moments[:, :, 1] * draw
+    assert index["statistics"]["std"] == pytest.approx(latents.std(), rel=2e-3)
+    assert index["statistics"]["scaling_factor"] == 1 / index["statistics"]["std"]
+    np.testing.assert_allclose(index["statistics"]["channel_std"], latents.std((0, 1, 2, 4, 5)), rtol=5e-3)
+    np.testing.assert_allclose(index["statistics"]["channel_mean"], latents.mean((0, 1, 2, 4, 5)), atol=5e-3)
+
+
+def test_the_same_command_again(tmp_path, vae, images):
+    """Oracle: the bytes of the first time: shards that are damaged or missing are made anew, the others not touched."""
+    out = tmp_path / "out"
+    encode(order(out, vae, images))
+    before = content(out)
+    assert set(before) == {"encoding.json", "index.json", *(f"shard_0000{i}.safetensors" for i in range(3))}
+    (out / "index.json").unlink()
+    (out / "shard_00000.safetensors").unlink()
+    data = bytearray(before["shard_00001.safetensors"])
+    data[-5] ^= 1
+    (out / "shard_00001.safetensors").write_bytes(data)
+    (out / "shard_00001.safetensors.tmp").write_bytes(b"left over")
+    kept = (out / "shard_00002.safetensors").stat().st_mtime_ns
+    encode(order(out, vae, images))
+    assert content(out) == before
+    assert (out / "shard_00002.safetensors").stat().st_mtime_ns == kept
+
+
+def test_another_encoding_is_refused(tmp_path, vae, images):
+    """Oracle: the contract: what differs is named, with both values, and nothing is touched."""
+    out = tmp_path / "out"
+    encode(order(out, vae, images))
+    before = content(out)
+    other = first_stage.save(tmp_path / "other", seed=1)
+    more = folder(tmp_path / "more", 3, 11)
+    for changes, words in ((dict(first_stage=str(other)), f"first_stage {vae} .* there, {other} .* here"),
+                           (dict(data=str(more)), f"data {images}, train .*n=30.* there, {more}, train .*n=33"),
+                           (dict(image_size=32), "image_size 16 there, 32 here"),
+                           (dict(dtype="float16"), "dtype float32 there, float16 here"),
+                           (dict(shard_size=10), "shard_size 11 there, 10 here"),
+                           (dict(flip=False), "flips 2 there, 1 here")):
+        with pytest.raises(ConfigError, match=words):
+            encode(order(out, vae, images, **changes))
+    assert content(out) == before
+
+
+def test_what_cannot_be_encoded(tmp_path, vae, images):
+    """Oracle: the contract: one line with the remedy, before anything is written."""
+    out = tmp_path / "out"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    hot = first_stage.save(tmp_path / "hot")
+    for changes, words in ((dict(image_size=18), "--image-size 18 is no multiple of 4"),
+                           (dict(data=None), "--data FOLDER"), (dict(data="nowhere"), "--data nowhere: does not exist"),
+                           (dict(first_stage=str(tmp_path / "no")), "there is no folder"),
+                           (dict(split="held_out"), "--held-out"),
+                           (dict(out=tmp_path / "full"), "holds thesis.tex and no encoding")):
+        with pytest.raises(ValueError, match=words):
+            encode(order(out, vae, images, **changes))
+        assert not out.exists()
+    from safetensors.torch import load_file as load, save_file
+    weights = load(hot / "diffusion_pytorch_model.safetensors")
+    weights["quant_conv.bias"] += 1e6
+    save_file(weights, hot / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="not finite in float16: take --dtype float32"):
+        encode(order(out, hot, images, dtype="float16"))
+    encode(order(tmp_path / "wide", hot, images))
+    with pytest.raises(ConfigError, match="holds cached codes already"):
+        encode(order(out, vae, tmp_path / "wide"))
+
+
+def test_unreadable_files(tmp_path, vae):
+    """Oracle: the rule of bad_files.py: the next image that can be read, listed, and not too many."""
+    root = folder(tmp_path / "data", 2, 10)
+    for name in ("c0/003.png", "c0/004.png", "c1/009.png"):
+        break_file(root / name, "truncated")
+    with pytest.raises(ConfigError, match="2 of 20 images cannot be read, more than --max-bad-fraction 0.05"):
+        encode(order(tmp_path / "out", vae, root, max_bad_fraction=0.05))
+    index = encode(order(tmp_path / "more", vae, root, max_bad_fraction=0.2))
+    assert [name for name, _ in index["bad_files"]] == ["c0/003.png", "c0/004.png", "c1/009.png"]
+    found = [load_file(tmp_path / "more" / shard["name"]) for shard in index["shards"]]
+    sources = np.concatenate([shard["source"] for shard in found])
+    assert sources.tolist() == [{3: 5, 4: 5, 19: 0}.get(i, i) for i in range(20)]
+    assert found[1]["label"][8] == 0 and np.array_equal(found[1]["moments"][8], found[0]["moments"][0])
+
+
+def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
+    """Oracle: the same images in full batches: padding shows in no bit, whatever stands beside an image."""
+    encode(order(tmp_path / "whole", vae, images, shard_size=28))
+    encode(order(tmp_path / "cut", vae, images, shard_size=5))
+    whole, cut = Latents(tmp_path / "whole"), Latents(tmp_path / "cut")
+    for i in range(30):
+        assert all(torch.equal(a, b) for a, b in zip(list(whole[i].values())[:2], list(cut[i].values())[:2]))
+
+
+def test_training_from_latents_is_training_online(tmp_path, vae, images):
+    """Oracle: the same DiT fed with images: the same x_start, bit for bit, mirrored ones included (float32 shards)."""
+    encode(order(tmp_path / "out", vae, images, image_size=32, batch=6))
+    data = Data(path=str(images), image_size=32, channels=1)
+    cached = completed(data.model_copy(update={"path": str(tmp_path / "out")}))
+    model = {"patch_size": 1, "hidden_size": 32, "depth": 1, "num_heads": 2, "num_classes": 10, "in_channels": 3,
+             "image_size": 32, "first_stage": {"path": str(vae), "factor": 4}}
+    codes = cached.codes.model_dump(include={"shape", "scaling_factor", "first_stage"})
+    online, offline = systems.build("dit", model), systems.build("dit", model | {"codes": codes})
+    assert offline.first_stage.vae.encoder is None
+    mirrored: list[bool] = []
+    sizes = dict(global_batch=12, micro_batch=6, seed=5)
+    with Batches(open_sources(data)[0], **sizes) as one, Batches(open_sources(cached)[0], **sizes) as two:
+        for step in range(4):
+            for a, b in zip(one.at(step), two.at(step), strict=True):
+                x, y = online.encode(a), offline.encode(b)
+                assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+                mirrored += (draws.uniform(a["key"], "flip") < 0.5).tolist()
+    assert any(mirrored) and not all(mirrored)
