@@ -138,11 +138,12 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
         resolved = settings.resolve(options.ds_config, run, world, device_type)
     except ConfigError as error:
         problems += error.problems
+    remarks: list[str] = []
     if not problems and ranks.place().rank == 0:
-        problems += _data_and_folder(run, options)
+        problems += _data_and_folder(run, options, remarks)
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.remarks(resolved, device_type))
+    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
 
 
 def positive(text: str) -> int:
@@ -271,7 +272,7 @@ def _conflicts(run: Run) -> list[str]:
     return problems + list(getattr(config, "conflicts", lambda _: ())(run))
 
 
-def _data_and_folder(run: Run, options: Options) -> list[str]:
+def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str]:
     """What only shows when the data are listed and the folder's earlier run is read; on rank 0, since it takes time."""
     from dstrain import folders
     from dstrain.weights import fitted
@@ -282,13 +283,14 @@ def _data_and_folder(run: Run, options: Options) -> list[str]:
         if run.save.best and unseen is None:
             return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
                     "data.held_out_path"]
+        system = systems.build(run.system, run.model)
         there, known = len(source.classes), run.model.get("num_classes")
-        if known is not None and there > known:
+        if known is not None and there > known and "label" in system.conditions(1):
             return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "
                     f"range; write model.num_classes={there}"]
-        system = systems.build(run.system, run.model)
         if run.init_from is not None and not folders.last_saved(run.directory) and not options.from_scratch:
-            fitted(run.init_from, system)
+            for _, changed in fitted(run.init_from, system).values():
+                remarks += [f"init_from: {change}" for change in changed if options.dry_run]
         folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems

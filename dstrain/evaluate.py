@@ -25,7 +25,7 @@ from dstrain.config import ConfigError, Run
 from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import held_out
 from dstrain.data.images import open_images
-from dstrain.data.sources import open_sources
+from dstrain.data.sources import open_sources, open_split
 from dstrain.engine.manifest import manifest, replace
 from dstrain.systems.base import System, Terms
 from dstrain.track import figures
@@ -38,7 +38,7 @@ class Order:
     """What to measure; None takes the run's own choice."""
 
     folder: Path                                  # of the run
-    split: str | None = None                      # held_out or train; None: held_out
+    split: str | None = None                      # held_out, train or test; None: held_out
     num: int | None = None                        # samples, evenly spaced over the split; None: all
     num_steps: int | None = None                  # timesteps of a shortened chain; None: the whole chain
     ema: float | None = None                      # decay; None: the run's choice
@@ -211,8 +211,11 @@ def _source(order: Order, run: Run, classes: int | None) -> Any:
     if order.data is not None:
         source = _other_data(order, run, classes)
     else:
-        train, unseen = open_sources(run.data)
-        source = train if _split(order) == "train" else unseen
+        if order.split == "test":
+            source = open_split(run.data, "test")
+        else:
+            train, unseen = open_sources(run.data)
+            source = train if _split(order) == "train" else unseen
         if source is None:
             raise ConfigError(f"{order.folder} holds no images out: name other images with --data FOLDER, take those "
                               "it was trained on with --split train, or train with data.held_out=0.05 or "

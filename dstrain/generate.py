@@ -3,6 +3,7 @@
 Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -64,14 +65,11 @@ def generate(order: Order) -> Path:
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
     request = _request(order, stages[0].run, stages[0].system, given)
     out = ranks.from_first(_out(order) if ranks.rank() == 0 else None)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
-    ranks.barrier()
     with tqdm(total=order.num, unit="sample", disable=ranks.rank() != 0) as bar:
         rounds = _drawn(stages, order, request)
-        numbers, samples = next(rounds)
+        numbers, samples = next(rounds)                                   # an order that cannot be leaves no folder
+        out.mkdir(parents=True, exist_ok=True)
+        ranks.barrier()
         keep = _Pictures(out, order, request) if samples.dtype == torch.uint8 else _Embeddings(out, order)
         while numbers is not None:
             keep.add(numbers, samples)
@@ -109,9 +107,18 @@ def _begin(order: Order, first: Opened, then: list[Opened]) -> Tensor | None:
                           f"them from another run, launch/generate.py RUN --then {folder}")
     if order.low_res is not None and not system.starts_from_data:
         raise ConfigError(f"--low-res {order.low_res}: {folder} begins from noise and takes no pictures; leave it out")
-    for folder, _, system in then:
+    size = run.data.image_size
+    for folder, later, system in then:
         if not system.starts_from_data:
             raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
+        if size >= later.data.image_size:
+            raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
+                              f"{size}: name a run that enlarges them")
+        try:
+            system.conditions_from(torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
+        except ValueError as error:
+            raise ConfigError(f"--then {folder}: {error}") from None
+        size = later.data.image_size
     return None if order.low_res is None else read_pictures(order.low_res, run.data.channels)
 
 
@@ -137,18 +144,30 @@ def _drawn(stages: list[Stage], order: Order, request: Request) -> Iterator[tupl
     """(numbers, samples) of each round, carried through all stages."""
     chunk = min(order.batch, order.num)
     first, *then = stages
+    told = [_passed_on(request, stage, order) for stage in then]
     for numbers, samples in draw(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
-        for stage in then:
+        for stage, all_conditions in zip(then, told):
             wanted = stage.run.samples
             # Other seeds than the first run's: its noise is what the pictures were made of.
             seeds = draws.keys_of_seeds(seeds)
-            conditions = stage.system.conditions(order.num, order.labels if "label" in request.conditions else None)
-            conditions = {name: values[numbers] for name, values in conditions.items()}
+            conditions = {name: values[numbers] for name, values in all_conditions.items()}
             conditions |= stage.system.conditions_from(samples)
             samples = draw_all(stage.system, stage.networks, Request(
                 seeds, conditions, wanted.num_steps, wanted.sampler, wanted.guidance_scale), chunk)
         yield numbers, samples
+
+
+def _passed_on(request: Request, stage: Stage, order: Order) -> dict[str, Tensor]:
+    """What a later stage is told: the labels that the first one drew, where it takes labels."""
+    if "label" not in stage.system.conditions(1):
+        return {}
+    labels = request.conditions.get("label")
+    given = order.labels or stage.run.samples.labels if labels is None else tuple(labels.tolist())
+    try:
+        return stage.system.conditions(order.num, given)
+    except ValueError as error:
+        raise ConfigError(f"--then {stage.folder}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -203,6 +222,9 @@ def _out(order: Order) -> Path:
         return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
 
     if order.out is not None:
+        there = next(path for path in (order.out.absolute(), *order.out.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {order.out} cannot be made below {there}: name a folder that can be written")
         if used(order.out):
             raise ConfigError(f"--out {order.out} holds pictures of another order: name another folder, or empty it")
         return order.out

@@ -27,14 +27,15 @@ _SYNONYMS = {
     "max_steps": "steps", "num_steps": "steps", "output_dir": "folder", "results_dir": "folder", "out": "folder",
     "global_seed": "seed", "data_path": "data.path", "data_dir": "data.path", "num_workers": "data.workers",
     "image_size": "data.image_size", "ema_rate": "ema.decays", "ema_decay": "ema.decays", "ckpt": "init_from",
+    "use_checkpoint": "model.recompute", "large_size": "model.image_size",
     "log_every": "every.report", "ckpt_every": "every.save", "save_interval": "every.save",
 }
 # What may not change when a run goes on: it would be another run. Whole sections or single keys.
 _FIXED = ("system", "model", "data.image_size", "data.channels", "data.flip", "data.held_out",
           "data.draft", "batch.global", "seed", "optimizer", "ema")
 # The data's path may move, since their fingerprint is compared; these decide how, not what.
-_FREE = ("model.recompute", "model.guidance_channels", "model.evaluate_steps", "model.num_candidates",
-         "model.text_encoder", "optimizer.decay_steps")
+_FREE = ("model.recompute", "model.guidance_channels", "model.timestep_respacing", "model.evaluate_steps",
+         "model.num_candidates", "model.text_encoder", "optimizer.decay_steps")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -266,7 +267,8 @@ def _flat(run: Run) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     """A value as it would be written in an override."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    named = {None: "null", "": "''", True: "true", False: "false"}
+    text = named[value] if value is None or isinstance(value, (bool, str)) and value in named else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -53,11 +53,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="pairs of timings of each line")
     parser.add_argument("--only", default="", help="lines whose name contains this")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         os.execve(sys.executable, sys.orig_argv, os.environ | ENVIRONMENT)
     torch.set_num_threads(1)
     print(f"{'microseconds, and plain / ours':42}{'plain':>10}{'ours':>10}{'fastest':>10}{'median':>10}")
-    for name, plain, ours, before in lines():
+    known = list(lines())
+    if not any(options.only in name for name, *_ in known):
+        parser.error(f"--only {options.only}: no line has this in its name; there are {', '.join(k[0] for k in known)}")
+    for name, plain, ours, before in known:
         if options.only in name:
             seconds = timed(plain, ours, before, options.rounds)
             one, other = (1e6 * min(side) for side in seconds)

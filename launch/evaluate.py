@@ -11,7 +11,7 @@ Measures a trained run on held-out images: bits/dim and the bound by timestep, a
 usage:  [deepspeed] launch/evaluate.py RUN [options]
 
   RUN                   a run's folder, for example runs/dit-small
-  --split NAME          held_out or train (held_out)
+  --split NAME          held_out, train, or test, which embedding pairs have (held_out)
   --data PATH           all images of another folder instead, with class folders named as in training
   --num-samples N       as many images, evenly spaced over the split (all)
   --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain)
@@ -33,7 +33,7 @@ def _order(argv: list[str] | None = None):
     parser = cli.Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--split", choices=("held_out", "train"))
+    parser.add_argument("--split", choices=("held_out", "train", "test"))
     parser.add_argument("--data")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
     parser.add_argument("--num-samples", "--num_samples", type=cli.positive, dest="num")

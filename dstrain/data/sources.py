@@ -37,7 +37,8 @@ def open_split(data: Data, split: str) -> Any | None:
     ValueError as `open_pairs`, and for data that have no such splits.
     """
     if not is_embeddings(data.path):
-        raise ValueError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits")
+        raise ValueError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
+                         "images have train and held_out")
     return open_pairs(data.path, data.splits, split, ranks.place().world)
 
 

@@ -53,6 +53,9 @@ class GaussianDiffusion:
                                   ("loss", loss, LOSSES)):
             if value not in known:
                 raise ValueError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
+        if prediction == "eps" and betas[-1] == 1:
+            raise ValueError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
+                             "leaves noise alone; take prediction v, another schedule, or another number of steps")
         self.num_timesteps = len(betas)
         self.prediction, self.variance, self.loss = prediction, variance, loss
         self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)

@@ -156,7 +156,11 @@ class Checkpoints:
                              "--from-scratch")
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
-        self._system.load_state_dict(_within(common, "system/"))
+        try:
+            self._system.load_state_dict(_within(common, "system/"))
+        except ValueError as error:               # only after --allow-change: the recipe is compared before
+            if ranks.rank() == 0:
+                self.report(f"the system's own state begins anew: {error}")
 
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
@@ -170,6 +174,8 @@ class Checkpoints:
             for kind, flats in self._kinds(part):
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
+                if source != kind and ranks.rank() == 0:
+                    self.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
                 if source in shards.kinds():
                     for fragment, view in masters.views(flats):
                         view.copy_(_read(shards, source, fragment))

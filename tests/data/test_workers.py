@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def test_signals_wait_while_workers_start():
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
         with workers.starting():
-            os.kill(os.getpid(), signal.SIGUSR1)
+            # To this thread: of a process's signals the kernel may give one to a thread of some library.
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             time.sleep(0.01)
             assert heard == [] and not hasattr(main, "__file__") and main.__spec__ is None
         time.sleep(0.01)

@@ -5,9 +5,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dstrain import draws, runs, systems
+from dstrain.data.pixels import read_pictures
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.engine.checkpoint import COMMON, read_weights
 from dstrain.engine.store import Store
+from dstrain.sampling import draw_all
+from dstrain.systems.base import Request
 from tests.support.launch import ROOT, command
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train
 
@@ -61,7 +65,7 @@ def test_best_is_kept(undisturbed):
     better = {at for at in losses if all(losses[at] < losses[before] for before in losses if before < at)}
     store = Store(folder / "checkpoints")
     assert store.best() == (step, losses[step])
-    assert set(store.steps()) == {step, *sorted(better | {20, 40, 60})[-2:]}
+    assert set(store.steps()) == {20, 40, 60, step, *sorted(better | {20, 40, 60})[-2:]}
 
 
 def test_one_rank_meets_the_same(undisturbed, tmp_path):
@@ -103,11 +107,10 @@ def test_an_average_of_choice(undisturbed, tmp_path):
 
 
 def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
-    """Oracle: the upsampler alone on the base's own pictures: --then draws what --low-res draws of the .npz, on 2 ranks."""
+    """Oracle: the base's own pictures and labels handed to the upsampler's system, with other noise than theirs."""
     upsampler = tmp_path / "upsampler"
     finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=30",
-                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "model.class_cond=false",
-                 recipe=RECIPE))
+                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "samples.labels=null", recipe=RECIPE))
     assert (upsampler / "samples" / "step_00000030.png").exists()
     words = ["launch/generate.py", undisturbed(2), "--num-samples", "5", "--batch", "2"]
     finish(command(*words, "--out", tmp_path / "small", num=1))
@@ -115,9 +118,27 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
         finish(command(*words, "--then", upsampler, "--out", tmp_path / f"large{num}", num=num))
     large = [np.load(tmp_path / f"large{num}" / "samples_5x32x32x3.npz")["arr_0"] for num in (1, 2)]
     assert np.array_equal(*large)
+
+    run = runs.read(upsampler)
+    system = systems.build(run.system, run.model)
+    at = runs.checkpoint(upsampler)
+    networks = runs.networks(system, at, runs.kinds(system, at, 0.99), torch.float32)
+
+    def enlarged(labels, pictures):
+        request = Request(draws.keys_of_seeds(torch.arange(5)), {"label": torch.tensor(labels)}
+                          | system.conditions_from(pictures), 3, "ddpm")
+        return draw_all(system, networks, request, 2)[:, 0].numpy()
+
+    small = read_pictures(tmp_path / "small", 1)
+    assert np.array_equal(enlarged([7, 3, 7, 3, 7], small), large[0][..., 0])                # the recipe's labels
+    assert not np.array_equal(enlarged([0, 1, 2, 3, 4], small), large[0][..., 0])
+    assert not np.array_equal(enlarged([7, 3, 7, 3, 7], 255 - small), large[0][..., 0])
+
     finish(command("launch/generate.py", upsampler, "--low-res", tmp_path / "small", "--num-samples", "5", "--batch", "2",
-                   "--out", tmp_path / "again", num=1))
+                   "--labels", "7,3", "--out", tmp_path / "again", num=1))
     again = np.load(tmp_path / "again" / "samples_5x32x32x3.npz")["arr_0"]
     assert again.shape == large[0].shape and not np.array_equal(again, large[0])         # the chain's noise is its own
     said = finish(command("launch/generate.py", upsampler, num=1), code=2)
     assert "--low-res" in said and "--then" in said
+    said = finish(command(*words, "--then", upsampler, "--then", upsampler, num=1), code=2)
+    assert "draws pictures of 32 pixels, and is given some of 32" in said

@@ -53,7 +53,8 @@ def test_embeddings_for_prompts(tmp_path):
         (pairs / folder).mkdir(parents=True)
         np.save(pairs / folder / "0.npy", np.random.default_rng(0).standard_normal((40, 12)).astype(np.float32))
     run = tmp_path / "run"
-    finish(train(run, 2, *words, f"data.path={pairs}", "steps=10", "data.workers=0", "every.save=10", recipe=RECIPE))
+    finish(train(run, 2, *words, f"data.path={pairs}", "data.splits=[0.7,0.2,0.1]", "steps=10", "data.workers=0",
+                 "every.save=10", recipe=RECIPE))
     (tmp_path / "prompts.txt").write_text("a red cat\nthe moon\nthe dog on the house\n")
     found = []
     for num in (1, 2):
@@ -92,7 +93,7 @@ def spoiled(tmp_path: Path, how: str) -> list[str]:
         if how == "nan" and folder == "text_emb":
             array[17, 3] = np.nan
         np.save(pairs / folder / "0.npy", array[:39] if how == "rows" and folder == "text_emb" else array)
-    return [f"data.path={pairs}", "data.workers=0"]
+    return [f"data.path={pairs}", "data.workers=0", "data.splits=[0.7,0.2,0.1]"]
 
 
 @pytest.mark.parametrize("how, overrides, message", [

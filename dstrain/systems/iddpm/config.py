@@ -84,8 +84,18 @@ class Config(config.Section):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return (value,) if isinstance(value, int) else value
 
+    @field_validator("timestep_respacing", mode="before")
+    @classmethod
+    def _join(cls, value: Any) -> Any:
+        """Sections may be a list, and one number a number."""
+        return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
+        if self.predict_xstart and self.prediction not in (None, "x_start"):
+            raise ValueError(f"predict_xstart is true and prediction is {self.prediction}: give one of the two")
+        if self.use_kl and self.loss not in (None, "kl", "rescaled_kl"):
+            raise ValueError(f"use_kl is true and loss is {self.loss}: give one of the two")
         if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
             raise ValueError(f"channel_mult must be given where image_size is {self.image_size}, for example "
                              f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}")
@@ -155,9 +165,6 @@ class Config(config.Section):
             problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: {NO_GUIDANCE}")
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
-        elif samples.labels and max(samples.labels) >= self.num_classes:
-            problems.append(f"samples.labels={list(samples.labels)}: the {self.num_classes} classes are 0 to "
-                            f"{self.num_classes - 1}")
         return problems
 
     # ----------------------------------------------------------------------------------------- what the flags amount to

@@ -23,8 +23,8 @@ _ORDER = ("time_embed", "label_emb", "input_blocks", "middle_block", "output_blo
           "out_layers", "skip_connection", "norm", "qkv", "proj_out", "op", "conv", "weight", "bias")
 
 # Flags that leave names and shapes as they are.
-_UNTOLD = ("image_size", "num_heads", "num_heads_upsample", "dropout", "diffusion_steps", "noise_schedule",
-           "rescale_timesteps")
+_UNTOLD = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropout", "diffusion_steps",
+           "noise_schedule", "rescale_timesteps")
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> tuple[dict[str, Tensor], list[str]]:
