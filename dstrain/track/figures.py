@@ -42,7 +42,8 @@ def table(result: dict[str, Any]) -> str:
     for name, curve in result["curves"].items():
         total = None if None in curve else sum(curve)
         mean = None if total is None else total / len(curve)
-        lines.append(row("vb, sum over t", total, None, bits) if name == "vb" else row(f"{name}, mean over t", mean))
+        lines.append(row("vb, sum over t", total, None, bits) if name == "vb" else
+                     row(f"{name}, mean{' over t' if result['timesteps'] else ''}", mean))
     for name, values in result["quarters"].items():
         numbers = "".join(f"{'-' if value is None else f'{value:.5g}':>11}" for value in values)
         lines.append(f"  {name + ' by quarter of t':<26}{numbers}")
@@ -58,7 +59,8 @@ def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
     from matplotlib.figure import Figure             # slow to import, and needed here alone
 
     panels = [_bound, _cumulative] if "vb" in result["curves"] else []
-    panels += [_errors] if set(result["curves"]) - {"vb"} else []
+    others = set(result["curves"]) - {"vb"}
+    panels += [_errors if result["timesteps"] else _columns] if others else []
     panels = panels or [_quarters]
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -106,6 +108,15 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
         axes.set_ylim(bottom=1e-6 * largest)         # where all is clipped to noise, eps is known to many digits
     axes.set(title="errors by timestep", ylabel="mean squared error")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _columns(axes: Any, result: dict[str, Any]) -> None:
+    """Curves that are none by timestep, such as the use of each token, from the largest value down."""
+    for index, (name, values) in enumerate(result["curves"].items()):
+        values = sorted(_numbers(values), reverse=True)
+        axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
+    axes.set(title="by column", xlabel="rank of the column")
     axes.legend(frameon=False, fontsize=9)
 
 
