@@ -68,7 +68,7 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     sides, flops = {"dstrain": ours}, 0
     if ranks.world() == 1 and len(system.parts) == 1:
         _, sides["plain"], flops = plain_side(run, system, batch, accumulation, dtype)
-    seconds = _alternate(sides, device)
+    seconds = _alternate(sides, device, run.steps // 2)                   # where an adversary has joined
     found = {f"{name} {kind} s": value for name, times in seconds.items()
              for kind, value in (("least", min(times)), ("median", statistics.median(times)))}
     found |= {f"{name} samples/s": run.batch.global_ / min(times) for name, times in seconds.items()}
@@ -148,10 +148,9 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
     return masters, step, counter.get_total_flops() * accumulation
 
 
-def _alternate(sides: dict[str, Callable[[int], None]], device: torch.device) -> dict[str, list[float]]:
-    """Seconds a step of each round, the sides in turn."""
+def _alternate(sides: dict[str, Callable[[int], None]], device: torch.device, number: int) -> dict[str, list[float]]:
+    """Seconds a step of each round, the sides in turn, from step `number` on."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    number = 0
     for round_ in range(ROUNDS + 1):                          # the first warms up: compilation, buffers, moments
         for name, step in sides.items():
             _wait(device)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,9 +44,11 @@ def fitted(path: Path, system: System) -> Adapted:
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
     """FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the first,
-    else the training weights. ValueError, OSError: they are not there, or cannot be written.
+    else the training weights; beside them the run's recipe. ValueError, OSError: not there, or not to be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if (said := checkpoint.parent.parent / "run.yaml").exists():
+        shutil.copyfile(said, folder / "run.yaml")
     for part in parts:
         kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
         save_file(read_weights(checkpoint, part, kind), folder / f"{part}.safetensors",

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 CHANNELS = (64, 128, 256, 512, 512)               # of the five stages
 _ENDS = (3, 8, 15, 22, 29)                        # their last ReLU, as torchvision numbers VGG-16's features
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pictures in [0, 1]
-_REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
-           "of LPIPS 0.1 (vgg.pth), or without it set the perceptual weight to 0")
+REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
+          "of LPIPS 0.1 (vgg.pth), or without it set the perceptual weight to 0")
 
 
 class Perceptual(nn.Module):
@@ -27,7 +27,9 @@ class Perceptual(nn.Module):
         super().__init__()
         from torchvision.models import vgg16      # slow to import, and only users of this distance need it
 
-        self.features = vgg16(weights=None).features[: _ENDS[-1] + 1]
+        with torch.device("meta"):                # its classifier, most of it, is not wanted
+            features = vgg16(weights=None, init_weights=False).features[: _ENDS[-1] + 1]
+        self.features = features.to_empty(device="cpu")
         for layer in self.features:
             if isinstance(layer, nn.ReLU):
                 layer.inplace = False             # the distance reads what it would overwrite
@@ -61,7 +63,7 @@ class Perceptual(nn.Module):
     def _load(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ValueError(f"perceptual.path: no weights are at {path}: {_REMEDY}")
+            raise ValueError(f"perceptual.path: no weights are at {path}: {REMEDY}")
         found: dict[str, Tensor] = {}
         for file in files:
             found |= _named(_read(file))
@@ -70,7 +72,7 @@ class Perceptual(nn.Module):
             theirs = tuple(found[name].shape) if name in found else "absent"
             if theirs != tuple(tensor.shape):
                 raise ValueError(f"perceptual.path: {name} is {theirs} at {path}, and {tuple(tensor.shape)} is "
-                                 f"needed: {_REMEDY}")
+                                 f"needed: {REMEDY}")
         self.load_state_dict({name: found[name].float() for name in wanted})
 
 
@@ -83,9 +85,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise RuntimeError("no state dict")
+        return state
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {_REMEDY}") \
+        raise ValueError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {REMEDY}") \
             from None
 
 

@@ -1,11 +1,13 @@
 """What determines an autoencoder: one line for each field. The section that is given, discrete or kl, is the kind."""
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from dstrain import config
 from dstrain.nn.adversarial import least_size
+from dstrain.nn.perceptual import REMEDY
 from dstrain.nn.quantize import SAMPLINGS
 
 RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
@@ -93,7 +95,7 @@ class Discriminator(Section):
 class KL(Section):
     """The autoencoder of Rombach et al. 2022 (LDM), with diffusers' AutoencoderKL as the network, by its names."""
 
-    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    block_out_channels: tuple[PositiveInt, ...] = (128, 256, 512, 512)
     """Width at each resolution; the latents' side is the image's / 2 ** (their number - 1)."""
     layers_per_block: int = Field(2, ge=1)
     """Residual blocks at each resolution of the encoder (the decoder has one more)."""
@@ -116,11 +118,18 @@ class KL(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "KL":
+        if not self.block_out_channels:
+            raise ValueError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
         odd = [width for width in self.block_out_channels if width % self.norm_num_groups]
-        if odd or not self.block_out_channels:
+        if odd:
             raise ValueError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
                              f"norm_num_groups, {self.norm_num_groups}")
         return self
+
+    @property
+    def perceives(self) -> bool:
+        """Whether there is a perceptual term."""
+        return self.perceptual is not None and self.perceptual.weight > 0
 
 
 class Config(Section):
@@ -138,7 +147,7 @@ class Config(Section):
         if (self.discrete is None) == (self.kl is None):
             given = "neither is" if self.kl is None else "both are"
             raise ValueError(f"discrete and kl: {given} given; give the section of the kind you want ({{}} is all "
-                             "defaults)")
+                             "defaults), null for the other")
         if self.image_size % self.factor:
             whole = max(self.image_size // self.factor, 1) * self.factor
             by = "kl.block_out_channels" if self.kl else "discrete.num_layers"
@@ -177,7 +186,10 @@ class Config(Section):
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: config.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model."""
-        return [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
+        """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
+        missing = []
+        if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():
+            missing = [f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}"]
+        return missing + [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
                 for name, ours, theirs in (("image_size", self.image_size, run.data.image_size),
                                            ("channels", self.channels, run.data.channels)) if ours != theirs]

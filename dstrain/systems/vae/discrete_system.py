@@ -23,11 +23,11 @@ class DiscreteSystem(AutoencoderSystem):
 
     encodes = True
 
-    remedies = (
+    remedies = {"autoencoder": (
         (r"^codebook", "discrete.num_tokens and discrete.codebook_dim"),
         (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
         (r"", "discrete.num_layers, num_resnet_blocks, hidden_dim, num_tokens, codebook_dim and channels"),
-    )
+    )}
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -31,12 +31,16 @@ class KLSystem(AutoencoderSystem):
 
     encodes = True
 
-    remedies = (
+    remedies = {"discriminator": (
+        (r"main\.0\.", "channels and kl.discriminator.base_channels"),
+        (r"", "kl.discriminator.base_channels and n_layers"),
+    ), "autoencoder": (
+        (r"^codebook", "model.discrete (the file is of a discrete VAE) or"),
         (r"conv_in|conv_out", "channels, kl.latent_channels and kl.block_out_channels"),
         (r"quant_conv", "kl.latent_channels and kl.quant_conv"),
         (r"mid_block\.attentions", "kl.mid_block_add_attention and kl.block_out_channels"),
         (r"", "kl.block_out_channels and kl.layers_per_block"),
-    )
+    )}
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -44,9 +48,7 @@ class KLSystem(AutoencoderSystem):
         self.parts = {"autoencoder": self.learn}
         if chosen.discriminator:
             self.parts["discriminator"] = self.discriminate
-        self.perceptual = None
-        if chosen.perceptual and chosen.perceptual.weight:
-            self.perceptual = Perceptual(chosen.perceptual.path)
+        self._perceptual: Perceptual | None = None                        # loaded where it is first asked
         self._adversarial = chosen.discriminator is not None             # at the step that `turns` was asked for
         side = config.image_size // config.factor
         self.latent_shape = (chosen.latent_channels, side, side)
@@ -103,7 +105,7 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms without the adversary; of the same reconstruction psnr and ssim; the latents' `statistics`."""
+        """Terms without the adversary; of the same reconstruction psnr and ssim; moments of posterior samples by channel."""
         passed = self._pass(nets, example)
         terms = {"kl": _divergence(passed)} | self._distance(passed.picture, example["x_start"])
         return terms | {"loss": self._bound(terms)} | likeness(passed.picture, example["x_start"]) | _moments(passed)
@@ -118,26 +120,20 @@ class KLSystem(AutoencoderSystem):
         passed = self._pass(nets, example)
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
-    @torch.no_grad()
-    def statistics(self, nets: Nets, example: Example) -> Terms:
-        """Moments of posterior samples by channel, means over places: latent_mean and latent_square, (B, c) each.
-
-        By sample, and exact rather than drawn: their means over data are the same for every batch and world size.
-        """
-        return _moments(self._pass(nets, example))
-
     def _pass(self, nets: Nets, example: Example) -> Pass:
         return nets["autoencoder"](example["x_start"], draws.normal(example["key"], "latent", self.latent_shape))
 
     def _distance(self, picture: Tensor, x: Tensor) -> Terms:
         terms = {"recon": getattr(losses, self.chosen.reconstruction)(picture, x)}
-        if self.perceptual:
-            terms["perceptual"] = self.perceptual(picture, x)
+        if self.chosen.perceives:
+            if self._perceptual is None:          # encoding and exporting a finished run do without
+                self._perceptual = Perceptual(self.chosen.perceptual.path).to(x.device)
+            terms["perceptual"] = self._perceptual(picture, x)
         return terms
 
     def _sum(self, terms: Terms) -> Tensor:
         """What a picture costs: (B,)."""
-        if self.perceptual:
+        if self.chosen.perceives:
             return terms["recon"] + self.chosen.perceptual.weight * terms["perceptual"]
         return terms["recon"]
 
@@ -162,12 +158,9 @@ class KLSystem(AutoencoderSystem):
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return kl.blocks()
 
-    def frozen(self) -> tuple[nn.Module, ...]:
-        return (self.perceptual,) if self.perceptual else ()
-
 
 def latent_std(means: dict[str, Tensor]) -> float:
-    """The standard deviation over all places and channels, from the means over data of `statistics`, (c,) each."""
+    """The standard deviation over all places and channels, from the means over data of `_moments`, (c,) each."""
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 
@@ -179,5 +172,6 @@ def _divergence(passed: Pass) -> Tensor:
 
 
 def _moments(passed: Pass) -> Terms:
+    """Of posterior samples, means over places: latent_mean and latent_square, (B, c) each; exact rather than drawn."""
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dstrain import draws
+from dstrain.nn.fitting import Remedies
 from dstrain.nn.measures import psnr, ssim
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.vae import weights
@@ -20,7 +21,7 @@ class AutoencoderSystem(System):
     generates = False
     starts_from_data = True
     averaged = ("autoencoder",)
-    remedies: tuple[tuple[str, str], ...]         # for weights that do not fit: pattern of a name -> recipe fields
+    remedies: dict[str, Remedies]                 # by part, for weights that do not fit: pattern of a name -> fields
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -48,7 +49,7 @@ class AutoencoderSystem(System):
         """Files of the original trainers, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
-        return weights.adapt(state, network, self.remedies)
+        return weights.adapt(state, network, self.remedies[part])
 
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels with keys, of step 0."""

@@ -24,8 +24,14 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
         notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")
         state = inner
     state = {_renamed(name): tensor for name, tensor in state.items()}
+    other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
+    if len(other_kind) == 2:
+        raise ValueError(f"weights: the file is of {'a discrete' if 'codebook.weight' in state else 'a KL'} autoencoder "
+                         "and the model is of the other kind: give model.discrete or model.kl as the file needs")
+    differing = [name for name, tensor in state.items() if name in shapes and tuple(tensor.shape) != shapes[name]]
+    empty = differing and all(tuple(state[name].shape) in ((0,), (1,)) for name in differing)
     for name, tensor in state.items():
-        if name in shapes and tuple(tensor.shape) in ((0,), (1,)) and shapes[name] != tuple(tensor.shape):
+        if empty and len(differing) > 1 and name == differing[0]:
             raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)} in the file and {shapes[name]} in the "
                              "network: a placeholder, which ZeRO-3 leaves where a rank does not hold a weight. Gather "
                              "the weights from the DeepSpeed folder saved beside it (vae-ds-cp, zero_to_fp32.py in it) "

@@ -7,7 +7,7 @@ import torch
 
 from dstrain import draws, systems
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
-from dstrain.nn.perceptual import CHANNELS
+from dstrain.nn.perceptual import CHANNELS, Perceptual
 from dstrain.systems.vae.kl_system import latent_std
 from tests.support.golden import fill
 
@@ -159,29 +159,33 @@ def test_perceptual_distance(tmp_path):
     torch.save(state | heads, tmp_path / "lpips.pth")
     said = {"path": str(tmp_path / "lpips.pth"), "weight": 0.5}
     system = build(**GAN, perceptual=said)
-    nets, example = nets_of(system), system.encode(system.synthetic(2))
+    nets, example, lpips = nets_of(system), system.encode(system.synthetic(2)), Perceptual(said["path"])
     for step in (0, 3):
         system.turns(step)
         terms = system.loss("autoencoder", nets, example)
         noise = draws.normal(example["key"], "latent", (4, 8, 8))
         picture = nets["autoencoder"](example["x_start"], noise)[0].detach()
-        expected = system.frozen()[0](picture, example["x_start"])
+        expected = lpips(picture, example["x_start"])
         torch.testing.assert_close(terms["perceptual"], expected, rtol=1e-4, atol=1e-6)
         rest = terms["recon"] + 0.1 * terms["kl"] / 256
         if step == 3:
             rest = rest + terms["critique_weight"] * terms["critique"]
         torch.testing.assert_close(terms["loss"].detach(), (rest + 0.5 * expected).mean(), rtol=1e-4, atol=1e-6)
         terms["loss"].backward()
-    assert all(weight.grad is None for weight in system.frozen()[0].parameters())
+    assert all(weight.grad is None for weight in system._perceptual.parameters())
     assert not any("features" in name for name in nets["autoencoder"].state_dict())
-    assert build(perceptual={"path": "/nowhere", "weight": 0}).frozen() == ()
+    assert "perceptual" not in build(perceptual={"path": "/nowhere", "weight": 0}).loss("autoencoder", nets, example)
+    without = build(perceptual={"path": "/nowhere"})                     # a finished run, whose weights file has gone
+    assert without.codes(nets, example).keys() == {"latent_mean", "latent_std"}
+    with pytest.raises(ValueError, match="no weights are at /nowhere.*weight to 0"):
+        without.loss("autoencoder", nets, example)
 
 
 def test_statistics():
     """Oracle: many samples drawn from the posterior; scaled latents have unit deviation."""
     system = build(3)
     nets, example = nets_of(system), system.encode(system.synthetic(6))
-    found = {name: values.mean(0) for name, values in system.statistics(nets, example).items()}
+    found = {name: values.mean(0) for name, values in system.evaluate(nets, example).items() if values.ndim == 2}
     mean, log_variance = nets["autoencoder"].encode(example["x_start"])
     drawn = mean + (0.5 * log_variance).exp() * torch.randn(400, *mean.shape)
     torch.testing.assert_close(found["latent_mean"], drawn.mean((0, 1, 3, 4)).detach(), rtol=0.01, atol=0.01)
