@@ -178,7 +178,7 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
 def test_what_is_kept(gaps, keep, keep_every, scores, damage):
     """Oracle: the rule (newest keep, multiples, lowest score) counted beside the store, over drawn gaps and damage."""
     with TemporaryDirectory() as folder:
-        store, step, saved, broken, scored = Store(folder, keep, keep_every), 0, [], set(), {}
+        store, step, saved, broken, scored, there = Store(folder, keep, keep_every), 0, [], set(), {}, set()
         for i, gap in enumerate(gaps):
             step += gap
             assert store.save(step, write(step), {"score": scores[i]}), store.error
@@ -186,12 +186,14 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
             if scores[i] is not None:
                 scored[step] = scores[i]
             whole_steps = [s for s in saved if s not in broken]
-            best = min((s for s in whole_steps if s in scored), key=lambda s: (scored[s], s), default=None)
+            there.add(step)                              # what has been deleted cannot be the best again
+            best = min(there & scored.keys() - broken, key=lambda s: (scored[s], s), default=None)
             expected = {
                 *whole_steps[-keep:],
                 *(s for s in whole_steps if keep_every and s % keep_every == 0)
             } | ({best} - {None})
             assert set(store.steps()) == expected
+            there = expected
             assert store.best() == (None if best is None else (best, scored[best]))
             assert best is None or (store.folder / "best").read_text() == f"step_{best:08d}\n"
             if i in damage:
