@@ -167,6 +167,7 @@ class Every(Section):
     report: Count = 50
     sample: Count = 500
     evaluate: Count = 500
+    evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
     save: Count = 500
 
 

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from dstrain import __version__, ranks, runs, systems
 from dstrain.config import ConfigError, Run
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import held_out
 from dstrain.data.images import open_images
 from dstrain.data.sources import open_sources, open_split
+from dstrain.data.spread import Spread
 from dstrain.engine.manifest import manifest, replace
 from dstrain.systems.base import System, Terms
 from dstrain.track import figures
@@ -177,24 +177,6 @@ def _plain(values: Tensor) -> list[float | None]:
 
 
 # --------------------------------------------------------------------------------------------------------------- data
-
-
-class Spread:
-    """`num` samples of a source, evenly spaced over it, since a folder lists class by class; None takes all."""
-
-    def __init__(self, whole: Any, num: int | None = None) -> None:
-        self.whole, self.num = whole, min(num or len(whole), len(whole))
-        self.unreadable: set[str] = set()                                # met by this rank
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        try:
-            return self.whole[index * len(self.whole) // self.num]
-        except BadSample as error:
-            self.unreadable.add(error.path)
-            raise
 
 
 def _split(order: Order) -> str:

@@ -13,6 +13,7 @@ from dstrain.config import Run
 from dstrain.clock import Clock
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.sources import open_sources
+from dstrain.data.spread import Spread
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
@@ -176,6 +177,8 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
 def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
                     batch: int) -> dict[str, float]:
     """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights."""
+    source = Spread(source, run.every.evaluate_samples or None)
+
     def means() -> dict[str, float]:
         return score(system, engines.modules, held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(),
                                                        run.seed))

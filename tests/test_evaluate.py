@@ -10,10 +10,11 @@ import torch
 from dstrain import draws, systems
 from dstrain.data.batches import held_out
 from dstrain.data.images import Fashion
+from dstrain.data.spread import Spread
 from dstrain.diffusion import schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.evaluate import Spread, measure
+from dstrain.evaluate import measure
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
 from tests.support import gloo
 from tests.support.sources import Numbers
