@@ -180,7 +180,8 @@ WRONG = {
     "no steps": (["{run}", "--steps", "0"], "'0' is not a whole number above 0"),
     "no samples": (["{run}", "--num-samples", "0"], "'0' is not a whole number above 0"),
     "empty batch": (["{run}", "--batch", "0"], "'0' is not a whole number above 0"),
-    "unknown split": (["{run}", "--split", "test"], "invalid choice: 'test'"),
+    "unknown split": (["{run}", "--split", "middle"], "invalid choice: 'middle'"),
+    "a split that images lack": (["{run}", "--split", "test"], "has no split test"),
     "abbreviation": (["{run}", "--num", "3"], "--help shows what there is"),
     "a file for a folder": (["{run}", "--out", "{run}/run.yaml"], "name a folder that can be written"),
     "nothing held out": (["{all}"], "--data FOLDER, take those it was trained on with --split train, or train with "

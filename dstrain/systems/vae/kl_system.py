@@ -105,7 +105,7 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms without the adversary; of the same reconstruction psnr and ssim; moments of posterior samples by channel."""
+        """Terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by channel."""
         passed = self._pass(nets, example)
         terms = {"kl": _divergence(passed)} | self._distance(passed.picture, example["x_start"])
         return terms | {"loss": self._bound(terms)} | likeness(passed.picture, example["x_start"]) | _moments(passed)

@@ -29,7 +29,8 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
     from diffusers import AutoencoderKL
 
     if not isinstance(system, KLSystem):
-        raise ValueError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL")
+        raise ValueError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL; "
+                         "take --format safetensors")
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
     config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}

@@ -26,8 +26,9 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
     state = {_renamed(name): tensor for name, tensor in state.items()}
     other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
     if len(other_kind) == 2:
-        raise ValueError(f"weights: the file is of {'a discrete' if 'codebook.weight' in state else 'a KL'} autoencoder "
-                         "and the model is of the other kind: give model.discrete or model.kl as the file needs")
+        theirs, ours = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
+        raise ValueError(f"weights: the file is of a {theirs} autoencoder, the model is model.{ours}: give "
+                         f"model.{theirs} instead")
     differing = [name for name, tensor in state.items() if name in shapes and tuple(tensor.shape) != shapes[name]]
     empty = differing and all(tuple(state[name].shape) in ((0,), (1,)) for name in differing)
     for name, tensor in state.items():

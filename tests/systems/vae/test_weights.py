@@ -95,3 +95,13 @@ def test_a_state_dict_with_a_weight_called_weights(tmp_path):
     assert read(tmp_path / "w.pt").keys() == {"weights", "model"}
 
 
+
+
+def test_a_file_of_the_other_kind(tmp_path):
+    """Oracle: a ValueError that names the section to give; a part of the right kind with other widths is not called so."""
+    kinds = {"discrete": discrete(), "kl": kl()}
+    for theirs, ours in (("discrete", "kl"), ("kl", "discrete")):
+        save_file({name: tensor.contiguous() for name, tensor in nets_of(kinds[theirs])["autoencoder"].state_dict().items()},
+                  tmp_path / f"{theirs}.safetensors")
+        with pytest.raises(ValueError, match=f"the file is of a {theirs} autoencoder.*give model.{theirs} instead"):
+            fitted(tmp_path / f"{theirs}.safetensors", kinds[ours])
