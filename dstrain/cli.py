@@ -284,6 +284,7 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
             return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
                     "data.held_out_path"]
         system = systems.build(run.system, run.model)
+        system.accepts(source)
         there, known = len(source.classes), run.model.get("num_classes")
         if known is not None and there > known and "label" in system.conditions(1):
             return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "
@@ -308,9 +309,9 @@ def _paths(run: Run) -> list[str]:
             if path not in ("builtin:fashion", "builtin:emoji-pairs"):
                 problems.append(f"{key}={path}: the built-in data sets are builtin:fashion and builtin:emoji-pairs")
         elif not os.path.exists(path):
-            problems.append(f"{key}={path} does not exist: give a folder of images, or builtin:fashion")
+            problems.append(f"{key}={path} does not exist: give a folder of data, or builtin:fashion")
         elif os.path.isdir(path) and not any(os.scandir(path)):
-            problems.append(f"{key}={path} is an empty folder: give one with images, one subfolder for each class")
+            problems.append(f"{key}={path} is an empty folder: give one with data, such as a folder of images a class")
     if run.data.held_out and run.data.path.startswith("builtin:"):
         problems.append(f"data.held_out={run.data.held_out}: {run.data.path} holds out images itself: leave it out")
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:

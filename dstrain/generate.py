@@ -31,6 +31,7 @@ class Order:
     num: int = 16
     labels: tuple[int, ...] | None = None      # repeated to num; None: every class in turn
     prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
+    text_encoder: str | None = None            # what encodes them, a folder or hub name; None: the recipe's
     num_steps: int | None = None               # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
@@ -60,7 +61,7 @@ class Stage:
 
 def generate(order: Order) -> Path:
     """Draws and writes what is ordered, on all ranks together; the folder it wrote. ConfigError: what cannot be."""
-    first, *then = (_systems(order.folder), *map(_systems, order.then))
+    first, *then = (_systems(order.folder, order), *map(_systems, order.then))
     given = _begin(order, first, then)
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
     request = _request(order, stages[0].run, stages[0].system, given)
@@ -83,8 +84,15 @@ def generate(order: Order) -> Path:
 # ----------------------------------------------------------------------------------------------------------- the runs
 
 
-def _systems(folder: Path) -> Opened:
+def _systems(folder: Path, order: Order | None = None) -> Opened:
     run = runs.read(folder)
+    if order and order.text_encoder is not None:
+        if "text_encoder" not in run.model:
+            raise ConfigError(f"--text-encoder: {folder} trains {run.system}, which takes no texts; leave it out")
+        run = run.model_copy(update={"model": run.model | {"text_encoder": order.text_encoder}})
+    if order and order.prompts and run.model.get("text_encoder", "") is None:
+        raise ConfigError(f"--prompts: {folder} was trained on cached embeddings and names no text encoder; give the "
+                          "one that made them, --text-encoder FOLDER or NAME")
     system = systems.build(run.system, run.model)
     if type(system).sample is System.sample:
         raise ConfigError(f"{folder} trains {run.system}, which draws nothing: what it shows is in {folder}/samples")

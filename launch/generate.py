@@ -14,6 +14,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --num-samples N       pictures (16)
   --labels 3,5,5        classes, repeated to as many (every class in turn)
   --prompts FILE        texts, one a line, repeated to as many, for a run that takes them
+  --text-encoder PATH   what encodes them, a folder or a name on the hub (the recipe's)
   --then RUN            go on from the pictures with another run, such as super-resolution; may be given again
   --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of another order
   --seed S              picture i is a function of S + i, on any number of ranks (0)
@@ -41,6 +42,7 @@ def _order(argv: list[str] | None = None):
     parser.add_argument("--num-samples", "--num_samples", "--num", type=cli.positive, default=16, dest="num")
     parser.add_argument("--labels", type=cli.labels)
     parser.add_argument("--prompts", type=cli.lines)
+    parser.add_argument("--text-encoder", "--text_encoder")
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
     parser.add_argument("--seed", type=cli.count, default=0)
