@@ -5,7 +5,8 @@ where asked for, text_encodings/ and text_mask/. Shards are dealt to the ranks i
 one fixed shape, cut at the shard's own borders, so that its bytes do not depend on the number of ranks. Beside them,
 
     FOLDER/pairs.json                 what is embedded by what, and whether all of it is there
-    FOLDER/done/shard_00000.json      the hash of each file of that shard, written last: a shard is whole or made again
+    FOLDER/done/shard_00000.json      the hash of each file of that shard, and which pairs of it could not be read;
+                                      written last: a shard is whole or made again
 """
 
 import hashlib
@@ -77,8 +78,10 @@ def embed(order: Order) -> dict[str, Any]:
         there = {number for some in ranks.objects([number for number in mine if _whole(order.out, number)])
                  for number in some}
         missing = [number for number in range(count) if number not in there]
-        bad = _made(order, encoders, source, missing)
-        bad = sorted({tuple(entry) for some in ranks.objects(bad) for entry in some})
+        _made(order, encoders, source, missing)
+        ranks.barrier()                          # the notes of all ranks are there
+        bad = {tuple(entry) for some in ranks.objects([entry for number in mine for entry in _bad(order.out, number)])
+               for entry in some}
         _tolerate(len(bad), order, plan["pairs"])
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.without}
         if ranks.rank() == 0:
@@ -90,9 +93,10 @@ def embed(order: Order) -> dict[str, Any]:
 
 def _plan(order: Order, encoders: Encoders, source: Any) -> dict[str, Any]:
     """All that the bytes depend on."""
-    both = {name: fingerprint({"class": type(tower.model).__name__},
+    pooled = {"pooling": "cls"} if encoders.text.pooling == "cls" else {}
+    both = {name: fingerprint({"class": type(tower.model).__name__} | how,
                               tower.state_dict() | dict(tower.named_buffers()))
-            for name, tower in (("image", encoders.image), ("text", encoders.text))}
+            for name, tower, how in (("image", encoders.image, {}), ("text", encoders.text, pooled))}
     kept = {name: value for name, value in asdict(order).items()
             if name in ("text_encodings", "batch", "shard_size", "dtype")}
     return {**kept, "pairs": len(source), "image_embed_dim": encoders.image.embed_dim,
@@ -138,33 +142,39 @@ def _whole(out: Path, number: int) -> bool:
     try:
         noted = json.loads(_note(out, number).read_text(encoding="utf-8"))
         return all(hashlib.blake2b((out / name).read_bytes(), digest_size=32).hexdigest() == digest
-                   for name, digest in noted.items())
-    except (OSError, ValueError, AttributeError):
+                   for name, digest in noted["files"].items())
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return False
+
+
+def _bad(out: Path, number: int) -> list[list[str]]:
+    """Name and reason of each pair of a whole shard that could not be read."""
+    return json.loads(_note(out, number).read_text(encoding="utf-8"))["unreadable"]
 
 
 def _note(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _made(order: Order, encoders: Encoders, source: Any, missing: list[int]) -> list[tuple[str, str]]:
-    """Embeds this rank's share of the missing shards; what could not be read."""
-    found: list[tuple[str, str]] = []
+def _made(order: Order, encoders: Encoders, source: Any, missing: list[int]) -> None:
+    """Embeds this rank's share of the missing shards."""
+    count = 0
     mine, total = missing[ranks.rank()::ranks.world()], len(source)
     with tqdm(total=len(mine) * order.shard_size, unit="pair", disable=ranks.rank() != 0) as bar:
         for number in mine:
             _note(order.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
+            found: list[tuple[str, str]] = []
             stop = min((number + 1) * order.shard_size, total)
             for start in range(number * order.shard_size, stop, order.batch):
                 rows = range(start, min(start + order.batch, stop))
                 items, bad = read_items(source, list(rows))
                 found += bad
-                _tolerate(len(found), order, total)
+                _tolerate(count + len(set(found)), order, total)
                 parts.append(_embedded(order, encoders, items))
                 bar.update(len(rows))
-            _write(order.out, number, parts)
-    return found
+            _write(order.out, number, parts, sorted(set(found)))
+            count += len(set(found))
 
 
 @torch.no_grad()
@@ -186,7 +196,7 @@ def _embedded(order: Order, encoders: Encoders, items: list[dict[str, Tensor]]) 
     return arrays | {"captions": captions[:len(items)]}
 
 
-def _write(out: Path, number: int, parts: list[dict[str, Any]]) -> None:
+def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> None:
     """The files of one shard, and last the note that they are whole."""
     noted: dict[str, str] = {}
     try:
@@ -202,7 +212,7 @@ def _write(out: Path, number: int, parts: list[dict[str, Any]]) -> None:
             write_synced(out / f"{path}.tmp", data)
             os.replace(out / f"{path}.tmp", out / path)
             noted[path] = hashlib.blake2b(data, digest_size=32).hexdigest()
-        replace(_note(out, number), json.dumps(noted, indent=1) + "\n")
+        replace(_note(out, number), json.dumps({"files": noted, "unreadable": bad}, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}); what is there is whole: give the same "
                           "command again once it can") from None

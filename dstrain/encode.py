@@ -12,7 +12,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def encode(order: Order) -> dict[str, Any]:
     stage = _of_run(order) if order.run is not None else _of_folder(order)
     source, encoding = _plan(order, stage)
     count = -(-encoding["number"] // order.shard_size)
-    with _claimed(order.out) if ranks.rank() == 0 else nullcontext():
+    with _one_thread(), _claimed(order.out) if ranks.rank() == 0 else nullcontext():
         problem = _prepared(order, stage, encoding) if ranks.rank() == 0 else None
         if problem := ranks.from_first(problem):
             raise ConfigError(problem)
@@ -84,6 +84,18 @@ def encode(order: Order) -> dict[str, Any]:
         index = _finish(order, source, encoding, [record for some in ranks.objects(records) for record in some.items()])
     ranks.barrier()
     return index
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On the CPU, sums depend on how many threads share them: the bytes would be of OMP_NUM_THREADS, too."""
+    before = torch.get_num_threads()
+    if ranks.device().type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------------ the first stage
@@ -110,7 +122,10 @@ def _of_run(order: Order) -> FirstStage:
 
 
 def _of_folder(order: Order) -> FirstStage:
-    vae = autoencoder.Autoencoder(order.first_stage).to(ranks.device())
+    try:
+        vae = autoencoder.Autoencoder(order.first_stage).to(ranks.device())
+    except ValueError as error:
+        raise ConfigError(str(error).replace("first_stage.path:", f"--first-stage {order.first_stage}:")) from None
     if order.image_size is not None and order.image_size % vae.factor:
         raise ConfigError(f"--image-size {order.image_size} is no multiple of {vae.factor}, by which "
                           f"{order.first_stage} shrinks images")
@@ -136,6 +151,8 @@ def _plan(order: Order, stage: FirstStage) -> tuple[Any, dict[str, Any]]:
             share = own.held_out if order.held_out is None else order.held_out
     if data is None or size is None:
         raise ConfigError("name the images: --data FOLDER (or builtin:fashion) and --image-size PIXELS")
+    if data.startswith("builtin:") and order.held_out:
+        raise ConfigError(f"--held-out {order.held_out}: {data} holds out images itself: leave it out")
     if is_encoded(data):
         raise ConfigError(f"--data {data} holds cached codes already: name a folder of images")
     try:
@@ -161,21 +178,27 @@ def _claimed(out: Path) -> Any:
 
 def _prepared(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
     """Makes the folder ready on rank 0; why it cannot be, else None."""
-    out, path, wanted = order.out, order.out / shards.ENCODING, {"encoding": encoding, "of": _named(order, stage)}
-    if path.exists():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-            pairs = [(key, there["encoding"].get(key), value) for key, value in encoding.items()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return f"--out {path} is damaged: delete it if {out} is of the same encoding, or name another folder"
+    try:
+        return _refused(order, stage, encoding)
+    except OSError as error:
+        return f"--out {error.filename or order.out} cannot be read or written ({error.strerror}): name another folder"
+
+
+def _refused(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
+    out, path = order.out, order.out / shards.ENCODING
+    of = {"first_stage": stage.name, "data": f"{order.data or 'the data of the run'}, {order.split}"}
+    if (there := shards.earlier(out)) is not None:
         names = there.get("of", {})
-        say = lambda key, value, of: f"{of[key]} ({value})" if key in of else value
-        apart = [f"{key} {say(key, old, names)} there, {say(key, new, wanted['of'])} here"
+        pairs = [(key, there["encoding"].get(key), value) for key, value in encoding.items()]
+        say = lambda key, value, named: f"{named[key]} ({value})" if key in named else value
+        apart = [f"{key} {say(key, old, names)} there, {say(key, new, of)} here"
                  for key, old, new in pairs if old != new]
         if apart:
             return f"--out {out} holds another encoding: {'; '.join(apart)}. Name another folder"
-    elif strangers := [entry.name for entry in out.iterdir() if entry.name[0] != "."]:
-        return f"--out {out} holds {', '.join(sorted(strangers)[:3])} and no encoding: name a new folder"
+    elif strangers := shards.strangers(out):
+        return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
+    elif {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
+        return f"--out {out} holds another encoding, and its {path.name} is damaged or missing. Name another folder"
     for leftover in out.glob("*.tmp"):
         leftover.unlink()
     numbers = int(np.prod(encoding["shape"])) * encoding["flips"] * (2 if encoding["kind"] == "latents" else 1)
@@ -185,12 +208,8 @@ def _prepared(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str 
     if needed > free:
         return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room, or name "
                 "another disk")
-    replace(path, json.dumps(wanted, sort_keys=True, indent=1) + "\n")
+    replace(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
     return None
-
-
-def _named(order: Order, stage: FirstStage) -> dict[str, str]:
-    return {"first_stage": stage.name, "data": f"{order.data or 'the data of the run'}, {order.split}"}
 
 
 def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dict[str, Any]]:

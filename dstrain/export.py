@@ -1,10 +1,11 @@
-"""A trained run as a folder that diffusers loads, read back and compared with the trained network.
+"""A trained run as a folder of its own, read back and compared with the trained networks.
 
-How each system is expressed stands in its own folder, systems/SYSTEM/to_diffusers.py; systems without one are refused.
+    diffusers      what diffusers loads: how stands in the system's own folder, systems/SYSTEM/to_diffusers.py
+    safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
 """
 
 import importlib
-import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,15 +15,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from dstrain import ranks, runs, systems
+from dstrain import ranks, recipe, runs, systems
 from dstrain.config import ConfigError, Run
+from dstrain.data import order as orders
 from dstrain.data.batches import held_out
 from dstrain.data.shards import INDEX, read_index, statistics, sums
 from dstrain.data.sources import open_sources
 from dstrain.encoders.autoencoder import fingerprint
+from dstrain.engine.checkpoint import read_weights
 from dstrain.systems.base import Example, System
+from dstrain.weights import read
 
 _BATCH = 32
 _TOLERATED = 1e-5             # relative; the same float32 operations in the same order agree to the bit
@@ -34,7 +39,7 @@ class Order:
 
     run: Path
     out: Path                                  # folder to write
-    format: str = "diffusers"
+    format: str = "diffusers"                  # or safetensors
     ema: float | None = None                   # decay; None: the run's choice
     raw: bool = False                          # the training weights instead of an average
     step: int | None = None                    # checkpoint; None: the newest whole one
@@ -46,37 +51,37 @@ class Order:
 class Exported:
     """What became of it."""
 
-    name: str                                  # diffusers' class
+    name: str                                  # diffusers' class, or safetensors
     errors: dict[str, float]                   # relative, against the trained network
     statistics: dict[str, Any]                 # what was measured or read on the way
+    note: str = ""                             # what whoever loads it has to know
 
 
 def export(order: Order) -> Exported:
     """Writes order.out, whole or not at all. ConfigError, ValueError: it cannot be expressed, or does not agree."""
     if ranks.place().world > 1:
         raise ConfigError("an export takes one process: python launch/export.py ...")
+    if order.statistics and order.format != "diffusers":
+        raise ConfigError("--statistics gives an autoencoder's scaling_factor, which only --format diffusers writes: "
+                          "leave it out")
     run = runs.read(order.run)
-    writer = _writer(order.run, run)
+    writer = _writer(order.run, run) if order.format == "diffusers" else None
     if order.out.exists() and (not order.out.is_dir() or any(order.out.iterdir())):
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     system = systems.build(run.system, run.model)
     checkpoint = runs.checkpoint(order.run, order.step)
     kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
-    nets = runs.networks(system, checkpoint, kinds, torch.float32)
-    found: dict[str, Any] = {}
-
-    def measured() -> dict[str, Any]:
-        found.update(_told(order, system, nets) if order.statistics else _measured(order.num, run, system, nets))
-        return found
-
     tmp = order.out.with_name(f"{order.out.name}.tmp{os.getpid()}")
     try:
         tmp.parent.mkdir(parents=True, exist_ok=True)
-        writer.save(system, nets, tmp, measured)
-        errors = writer.errors(system, nets, tmp, next(_examples(_BATCH, run, system)))
-        wrong = {name: error for name, error in errors.items() if not error <= _TOLERATED}
+        if writer is None:
+            done = _as_parts(run, checkpoint, kinds, tmp)
+        else:
+            nets = runs.networks(system, checkpoint, kinds, torch.float32)
+            done = _in_diffusers(order, run, system, nets, writer, tmp)
+        wrong = {name: error for name, error in done.errors.items() if not error <= _TOLERATED}
         if wrong:
-            raise ValueError(f"{order.run} read back from diffusers differs from the trained network by "
+            raise ValueError(f"{order.run} read back from {done.name} differs from the trained network by "
                              f"{', '.join(f'{error:.1e} ({name})' for name, error in wrong.items())}: nothing is kept")
         if order.out.is_dir():
             order.out.rmdir()
@@ -85,14 +90,47 @@ def export(order: Order) -> Exported:
         raise ConfigError(f"--out {order.out} cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return Exported(writer.NAME, errors, found)
+    return done
+
+
+def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
+    out.mkdir()
+    (out / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
+    assert recipe.load(out / "recipe.yaml") == run
+    errors = {}
+    for part, kind in kinds.items():
+        path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)
+        save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
+        back = read(path)
+        same = back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+        errors[part] = 0.0 if same else math.inf
+    return Exported("safetensors", errors, {})
+
+
+def _in_diffusers(order: Order, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType,
+                  out: Path) -> Exported:
+    found: dict[str, Any] = {}
+
+    def measured() -> dict[str, Any]:
+        found.update(_told(order, system, nets) if order.statistics else _measured(order.num, run, system, nets))
+        return found
+
+    writer.save(system, nets, out, measured)
+    if order.statistics:                       # then nothing needs the run's data, which may be elsewhere
+        synthetic = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(_BATCH).items()}
+        example = system.encode(synthetic)
+    else:
+        example = next(_examples(_BATCH, run, system))
+    return Exported(writer.NAME, writer.errors(system, nets, out, example), found, getattr(writer, "NOTE", ""))
 
 
 def _writer(folder: Path, run: Run) -> ModuleType:
-    able = [name for name, module in systems.NAMES.items() if importlib.util.find_spec(f"{module}.to_diffusers")]
+    here = Path(systems.__file__).parent                      # to look with importlib would import all systems
+    able = [name for name, module in systems.NAMES.items()
+            if (here / module.rpartition(".")[2] / "to_diffusers.py").is_file()]
     if run.system not in able:
         raise ConfigError(f"{folder} trains {run.system}, which has no form in diffusers here; these have: "
-                          f"{', '.join(able)}")
+                          f"{', '.join(able)}. Take --format safetensors")
     return importlib.import_module(f"{systems.NAMES[run.system]}.to_diffusers")
 
 
@@ -107,8 +145,9 @@ def _told(order: Order, system: System, nets: dict[str, nn.Module]) -> dict[str,
     return index["statistics"]
 
 
+@torch.no_grad()
 def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """Of the posteriors of the first `num` training samples."""
+    """Of the posteriors of `num` training samples."""
     shards, count = [], 0
     for example in _examples(num, run, system):
         codes = system.codes(nets, example)
@@ -120,6 +159,21 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source, _ = open_sources(run.data)
-    with torch.no_grad():
-        for batch in held_out(source, min(_BATCH, num), device=ranks.device(), seed=run.seed, limit=num):
-            yield system.encode(batch)
+    for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=ranks.device(), seed=run.seed,
+                          limit=num):
+        with torch.no_grad():                  # not around the yield, or it would hold for whoever asks
+            example = system.encode(batch)
+        yield example
+
+
+class _Shuffled:
+    """A source in the order that training takes: its own may go class by class, and the first ones are one class."""
+
+    def __init__(self, whole: Any, seed: int) -> None:
+        self.whole, self.order = whole, orders.Order(len(whole), seed)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.whole[self.order.index_at(index)]

@@ -35,7 +35,11 @@ _FIXED = ("system", "model", "data.image_size", "data.channels", "data.flip", "d
           "data.draft", "batch.global", "seed", "optimizer", "ema")
 # The data's path may move, since their fingerprint is compared; these decide how, not what.
 _FREE = ("model.recompute", "model.guidance_channels", "model.timestep_respacing", "model.evaluate_steps",
-         "model.num_candidates", "model.text_encoder", "optimizer.decay_steps")
+         "model.num_candidates", "optimizer.decay_steps")
+# Null in what was written before these were filled in, and where a first stage is a name on the hub.
+# Without a text encoder nothing was encoded in training: one may be named later, for prompts.
+_FILLED_IN = ("model.first_stage.scaling_factor", "model.first_stage.shift", "model.first_stage.fingerprint",
+              "model.text_encoder")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -97,7 +101,7 @@ def refused(old: Run, new: Run) -> list[Change]:
     """The differences that would make a resumed run another run; `steps` and intervals may change."""
     changes = [change for change in differences(old, new)
                if any(change[0] == fixed or change[0].startswith(fixed + ".") for fixed in _FIXED)
-               and change[0] not in _FREE]
+               and change[0] not in _FREE and not (change[0] in _FILLED_IN and change[1] is None)]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
         before, after = (run.optimizer.decay_steps or run.steps for run in (old, new))
@@ -111,7 +115,11 @@ def refusals(changes: Iterable[Change], folder: Path) -> ConfigError:
     lines = []
     for key, old, new in changes:
         remedy = f"write {key}={_text(old)} to keep it"
-        if key == "optimizer.decay_steps":
+        if key.startswith("model.codes."):                   # filled in from the data: what is written here is lost
+            remedy = "give the data.path of the earlier latents"
+        elif key == "model.first_stage.fingerprint":
+            remedy = "put the earlier autoencoder back at model.first_stage.path"
+        elif key == "optimizer.decay_steps":
             remedy = f"the learning rate decays until this step; write optimizer.decay_steps={old} to keep it"
         lines.append(f"{key} was {_text(old)} in {folder} and is now {_text(new)}: {remedy}, --allow-change to go on "
                      "with the new value, or another folder= for a new run")

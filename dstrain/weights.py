@@ -81,6 +81,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.is_dir() and not files:
+        files = sorted(path.glob("prior/*.safetensors"))                 # diffusers' folder of all that a prior is
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"weights: there is no file {path} (.safetensors or .pt), nor a folder with *.safetensors")
     if all(file.suffix == ".safetensors" for file in files):

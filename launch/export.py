@@ -1,25 +1,27 @@
-"""Writes a trained run as a folder that diffusers loads: python launch/export.py RUN --out DIR [...]"""
+"""Writes a trained run as a folder that others load: python launch/export.py RUN --out DIR [...]"""
 
 from pathlib import Path
 
 from dstrain import cli
 
 _HELP = """\
-Writes a trained run as a folder that diffusers loads, and compares it with the trained network.
+Writes a trained run as a folder that others load, and compares it with the trained network.
 
 usage:  python launch/export.py RUN --out DIR [options]
 
   RUN                   a run's folder, for example runs/vae-small
   --out DIR             a new folder
-  --format NAME         diffusers: a KL autoencoder becomes an AutoencoderKL
+  --format NAME         diffusers (unless given): a KL autoencoder becomes an AutoencoderKL, a prior a PriorTransformer;
+                        safetensors: of any run PART.safetensors, which init_from= takes, and recipe.yaml
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --statistics DIR      an autoencoder's scaling_factor from what launch/encode.py has written there;
                         without, it is measured over the run's data
-  --num-samples N       samples to measure over (1000)
+  --num-samples N       samples to measure over, in the order of training (1000)
 
 example:
-  python launch/export.py runs/vae-small --out first_stage
+  python launch/export.py runs/vae-small --out runs/first_stage
+  python launch/export.py runs/dit-small --out weights --format safetensors --ema 0.9999
 """
 
 
@@ -28,7 +30,7 @@ def _order(argv: list[str] | None = None):
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--format", choices=("diffusers",), default="diffusers")
+    parser.add_argument("--format", choices=("diffusers", "safetensors"), default="diffusers")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", type=float)
     weights.add_argument("--raw", action="store_true")
@@ -54,7 +56,8 @@ def main() -> None:
     done = export.export(order)
     apart = ", ".join(f"{name} {error:.1e}" for name, error in done.errors.items())
     scale = f", scaling_factor {done.statistics['scaling_factor']:.5f}" if done.statistics else ""
-    print(f"{done.name} in {order.out}{scale}; relative difference from the trained network: {apart}")
+    print(f"{done.name} in {order.out}{scale}; relative difference from the trained network: {apart}"
+          + (f"\n{done.note}" if done.note else ""))
 
 
 if __name__ == "__main__":

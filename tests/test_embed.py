@@ -169,10 +169,17 @@ def test_unreadable_pairs(tmp_path, tower):
         embed.embed(order(tmp_path / "strict", data, tower))
     out = tmp_path / "out"
     assert embed.embed(order(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
+    before = files(out)
+    assert embed.embed(order(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2     # nothing is made anew
+    assert files(out) == before
+    named = {name for note in (out / "done").iterdir() for name, _ in json.loads(note.read_text())["unreadable"]}
+    assert named == {"part0/004.png", "part1/003.png"}
     source, made = open_captioned(data, 16), open_pairs(out, (1.0, 0.0, 0.0), "train").stored
     names = [source.name(i) for i in range(COUNT)]
     bad = names.index("part0/004.png")
     assert torch.equal(made.read(bad)["image_embed"], made.read(bad + 1)["image_embed"])
+    with pytest.raises(ConfigError, match="2 of 11 pairs cannot be read"):       # also of shards that are there
+        embed.embed(order(out, data, tower))
 
 
 @pytest.mark.slow

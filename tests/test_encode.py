@@ -9,7 +9,7 @@ from dstrain import draws, systems
 from dstrain.config import ConfigError, Data
 from dstrain.data.batches import Batches
 from dstrain.data.images import open_images
-from dstrain.data.latents import Latents
+from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.sources import completed, open_sources
 from dstrain.encode import Order, encode
 from tests.support import first_stage
@@ -109,10 +109,15 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
                            (dict(data=None), "--data FOLDER"), (dict(data="nowhere"), "--data nowhere: does not exist"),
                            (dict(first_stage=str(tmp_path / "no")), "there is no folder"),
                            (dict(split="held_out"), "--held-out"),
+                           (dict(first_stage="runs/none"), "--first-stage runs/none: there is no folder.*export.py"),
+                           (dict(data="builtin:fashion", held_out=0.1), "--held-out 0.1: builtin:fashion holds out"),
                            (dict(out=tmp_path / "full"), "holds thesis.tex and no encoding")):
         with pytest.raises(ValueError, match=words):
             encode(order(out, vae, images, **changes))
         assert not out.exists()
+    (tmp_path / "odd" / "encoding.json").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="odd/encoding.json cannot be read or written"):
+        encode(order(tmp_path / "odd", vae, images))
     from safetensors.torch import load_file as load, save_file
     weights = load(hot / "diffusion_pytorch_model.safetensors")
     weights["quant_conv.bias"] += 1e6
@@ -137,6 +142,54 @@ def test_unreadable_files(tmp_path, vae):
     sources = np.concatenate([shard["source"] for shard in found])
     assert sources.tolist() == [{3: 5, 4: 5, 19: 0}.get(i, i) for i in range(20)]
     assert found[1]["label"][8] == 0 and np.array_equal(found[1]["moments"][8], found[0]["moments"][0])
+
+
+def test_the_same_bytes_on_any_number_of_threads(tmp_path, images):
+    """Oracle: the bytes that one thread writes, of a network wide enough for two to share its sums."""
+    wide = first_stage.save(tmp_path / "wide", depth=2, block_out_channels=(64, 128), norm_num_groups=32)
+    few, before, found = folder(tmp_path / "few", 1, 4), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            encode(order(tmp_path / str(threads), wide, few, image_size=64, batch=2, flip=False))
+            assert torch.get_num_threads() == threads, "the caller's own number was not given back"
+            found.append(content(tmp_path / str(threads)))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("damage", [None, "", "{", '{\n "encoding": {\n  "batch', '{"encoding": 3}'])
+def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
+    """Oracle: the undamaged bytes: from the index, and without it from what the shards say of themselves."""
+    out = tmp_path / "out"
+    encode(order(out, vae, images))
+    before = content(out)
+
+    def spoil(index):
+        (out / "encoding.json").unlink() if damage is None else (out / "encoding.json").write_text(damage)
+        if not index:
+            (out / "index.json").unlink()
+
+    for index in (True, False):
+        spoil(index)
+        kept = {path: path.stat().st_mtime_ns for path in out.glob("shard_*")}
+        assert is_encoded(out)
+        with pytest.raises(ConfigError, match="holds another encoding.* Name another folder"):
+            encode(order(out, vae, images, flip=False))
+        encode(order(out, vae, images))
+        assert content(out) == before and {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_files_of_others_are_left_alone(tmp_path, vae, images):
+    """Oracle: their bytes; only names that launch/encode.py writes are taken for its own, and only with its words."""
+    for name in ("index.json", "encoding.json", "thesis.tmp"):
+        out = tmp_path / name.replace(".", "_")
+        out.mkdir()
+        (out / name).write_text('{"mine": 1}')
+        with pytest.raises(ConfigError, match=f"holds {name} and no encoding: name a new folder"):
+            encode(order(out, vae, images))
+        assert content(out) == {name: b'{"mine": 1}'}
 
 
 def test_the_last_batch_is_like_the_others(tmp_path, vae, images):

@@ -7,10 +7,11 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, systems
 from dstrain.config import ConfigError
+from dstrain.data.sources import open_sources
 from dstrain.encode import Order as Encoding
 from dstrain.encode import encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
-from dstrain.export import Order, _measured, _told, _writer
+from dstrain.export import Order, _examples, _in_diffusers, _measured, _Shuffled, _told, _writer, export
 from dstrain.systems.vae import to_diffusers
 from tests.support.launch import ROOT
 from tests.support.pictures import folder
@@ -69,18 +70,36 @@ def test_statistics(tmp_path, trained):
     ordered = Order(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
     assert _told(ordered, system, nets) == index["statistics"] == _told(
         Order(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets)
+    away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
+    done = _in_diffusers(ordered, away, system, nets, to_diffusers, tmp_path / "told")
+    assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
         _told(ordered, system, other)
+
+
+def test_measured_over_all_classes(trained):
+    """Oracle: the files' own classes: the folder lists 25 of the one, then 25 of the other; and no mode left behind."""
+    run, system, _ = trained
+    labels, classes = [], []
+    for example in _examples(12, run, system):
+        assert torch.is_grad_enabled()
+        labels += example["label"][example["valid"]].tolist()
+    source, shuffled = open_sources(run.data)[0], _Shuffled(open_sources(run.data)[0], run.seed)
+    classes = [shuffled[i]["label"] for i in range(50)]
+    assert [source[i]["label"] for i in range(50)] == [0] * 25 + [1] * 25 and sorted(classes) == [0] * 25 + [1] * 25
+    assert labels == classes[:12] and set(labels) == {0, 1}
 
 
 def test_what_has_no_form_in_diffusers(tmp_path, trained):
     """Oracle: the contract: a refusal that says what is supported."""
     run, _, _ = trained
     tiny = recipe.load(ROOT / "tests/launch/tiny.yaml")
-    with pytest.raises(ConfigError, match="trains dit, which has no form in diffusers here; these have: .*vae"):
+    with pytest.raises(ConfigError, match="which has no form in diffusers here; these have: .*vae.*safetensors"):
         _writer(tmp_path, tiny)
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
-    with pytest.raises(ValueError, match="no class for a discrete VAE: only model.kl"):
+    with pytest.raises(ValueError, match="no class for a discrete VAE: only model.kl.*safetensors"):
         to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
+    with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
+        export(Order(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))

@@ -1,15 +1,16 @@
 """Pairs of image and text embeddings as sources (see images.py), in the layout of clip-retrieval and img2dataset.
 
-    FOLDER/img_emb/*.npy           float16 or float32 (n, D), the image embeddings
+    FOLDER/img_emb/*.npy           float16 or float32 (float64 is rounded) (n, D), the image embeddings
     FOLDER/text_emb/*.npy          (n, T), optional where there are captions
     FOLDER/text_encodings/*.npy    (n, L, E), optional, a vector for each text token
     FOLDER/text_mask/*.npy         bool (n, L), optional, False where an encoding is padding
-    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read only where text embeddings are missing
+    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read where other texts are missing
 
-Files of the folders belong together in their order (by the numbers in their names), row by row. Arrays are mapped into
-memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, or "caption", UTF-8 as uint8
-(CAPTION_BYTES,) filled up with zeros; held-out ones have the text of another pair, too: other_text_embed or
-other_caption is that of the next one, so that over a whole split no pair meets its own and each text is met once.
+Files of the folders belong together in their order (by the numbers in their names, which must agree), row by row.
+Arrays are mapped into memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, and
+"caption", UTF-8 as uint8 (CAPTION_BYTES,) filled up with zeros; held-out ones have the text of another pair, too:
+other_text_embed and other_caption are those of the next one, so that over a whole split no pair meets its own and each
+text is met once.
 
 The splits train, validation and test are stretches of a fixed permutation of all rows, their bounds the rounded
 cumulative fractions of the number of rows.
@@ -27,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample
+from dstrain.data.bad_files import BadSample, read_items
 from dstrain.data.order import Order
-from dstrain.data.rows import FOLDERS, Captions, Table, fault_of
+from dstrain.data.rows import FOLDERS, Captions, Table, as_read, fault_of, packed
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
@@ -82,6 +83,10 @@ class Pairs:
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
 
+    def first(self) -> dict[str, Tensor]:
+        """The first item that can be read."""
+        return read_items(self, [0])[0][0]
+
     def name(self, index: int) -> str:
         return self.stored.tables["image_embed"].name(self._row(index))
 
@@ -94,7 +99,7 @@ class Pairs:
 
 
 class Stored:
-    """All rows: tables by name in a batch, and captions where there are no text embeddings."""
+    """All rows: tables by name in a batch, and captions where texts may have to be encoded."""
 
     def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
         self.tables, self.captions = tables, captions
@@ -110,19 +115,24 @@ class Stored:
         """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
         item = {}
         for name, table in self.tables.items():
-            values = np.array(table[row])
+            values = as_read(table[row])
             fault = fault_of(values[None], name)
             if fault:
                 raise BadSample(table.name(row), fault[1])
-            item[name] = torch.from_numpy(values if values.dtype == bool else values.astype(np.float32))
+            item[name] = torch.from_numpy(values)
         if self.captions is not None:
-            item["caption"] = self.captions[row]
+            try:
+                item["caption"] = self.captions[row]
+            except BadSample:
+                if "text_embed" not in self.tables:
+                    raise
+                item["caption"] = packed("")      # a text like any other, where few models ask for it
         return item
 
     def fingerprint(self) -> str:
         digest = blake2b(digest_size=8)
-        for table in self.tables.values():
-            table.add_to(digest)
+        for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
+            part.add_to(digest)
         return f"shards={digest.hexdigest()}"
 
 
@@ -140,16 +150,16 @@ def _folder(root: Path) -> Stored:
     for key, folder in FOLDERS.items():
         names = _names(root, folder, ".npy")
         if names:
-            tables[key] = Table(key, names, [_opened(root, name) for name in names], root)
+            tables[key] = Table(key, names, root)
     if "image_embed" not in tables:
         raise ValueError(f"data.path={root}: img_emb/ holds no .npy file")
-    captions = None
-    if "text_embed" not in tables:
-        names = _names(root, "metadata", ".parquet")
-        if not names:
-            raise ValueError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: "
-                             "give one of the two")
-        captions = Captions(root, names)
+    names = _names(root, "metadata", ".parquet")
+    if "text_embed" not in tables and not names:
+        raise ValueError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: give "
+                         "one of the two")
+    # Beside cached embeddings captions serve models that read text tokens, and may be missing.
+    wanted = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.there(root, names)
+    captions = Captions(root, names) if wanted else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
         _match(first, other)
@@ -171,7 +181,13 @@ def _complete(plan: Path) -> bool:
 
 
 def _match(first: Table, other: Any) -> None:
-    """ValueError names the first pair of files whose rows do not match."""
+    """ValueError names the first pair of files whose names or rows do not match."""
+    ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
+    for a, b, x, y in zip(first.names, other.names, ends, others):
+        # Words may say what a file holds (part_images, part_texts), unless both folders use the same ones.
+        if x != y and (x.isdigit() and y.isdigit() or set(ends) & set(others)):
+            raise ValueError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
+                             "its counterpart of the same number")
     for a, b, ours, theirs in zip(first.names, other.names, first.lengths, other.lengths):
         if ours != theirs:
             raise ValueError(f"data.path: {a} has {ours} rows and {b} {theirs}: rows of one number are one pair; make "
@@ -190,14 +206,10 @@ def _names(root: Path, folder: str, suffix: str) -> list[str]:
     return [f"{folder}/{name}" for name in sorted(names, key=key)]
 
 
-def _opened(root: Path, name: str) -> np.ndarray:
-    try:
-        array = np.load(root / name, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"data.path: {name} is no readable .npy file ({' '.join(str(error).split())[:150]})") from None
-    if not array.ndim or not len(array):
-        raise ValueError(f"data.path: {name} holds no rows; remove it")
-    return array
+def _end(name: str) -> str:
+    """What follows the last underscore of a file's name, numbers without leading zeros."""
+    word = Path(name).stem.rpartition("_")[2]
+    return str(int(word)) if word.isdigit() else word
 
 
 def _builtin() -> Stored:
@@ -207,7 +219,7 @@ def _builtin() -> Stored:
             levels = np.frombuffer(lzma.decompress(file[name].tobytes()), np.int8).reshape(int(file["dim"]), -1).T
             values = levels.astype(np.float32) * file[f"{name}_scale"]
             values /= np.linalg.norm(values, axis=1, keepdims=True)
-            tables[key] = Table(key, [f"{BUILTIN}/{name}"], [values])
+            tables[key] = Table(key, [f"{BUILTIN}/{name}"], arrays=[values])
     return Stored(tables)
 
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from dstrain import draws
-from dstrain.data.shards import ENCODING, INDEX, Arrays, check, mapped, read_index
+from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
 
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Whether a folder holds cached codes, or some of them."""
-    return any((Path(path) / name).is_file() for name in (INDEX, ENCODING))
+    """Whether a folder holds cached codes, or some of them; one of images may well have an index.json."""
+    return is_ours(Path(path))
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """Rows of embeddings and captions on disk: files of one kind, one after the other. See embeddings.py for the layout."""
 
+import errno
 import zlib
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +14,39 @@ from dstrain.data.bad_files import BadSample
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
            "text_mask": "text_mask"}              # name in a batch -> folder
+_ENDS = 1 << 16                                   # bytes of a file of captions by which it is known
 CAPTION_BYTES = 512                               # of a caption that is read, the rest is cut off
 _COLUMNS = ("caption", "TEXT", "text")
+_MAPPED = 64                                      # files of a kind that a process keeps mapped: each is an open file
+_AXES = {"image_embed": ("n", "D"), "text_embed": ("n", "T"), "text_encodings": ("n", "L", "E"),
+         "text_mask": ("n", "L")}
 
 
 class Table:
-    """Arrays of one kind, one after the other: (n, ...) each, mapped when first read in a process."""
+    """Arrays of one kind, one after the other: (n, ...) each.
 
-    def __init__(self, key: str, names: list[str], arrays: list[Any], root: Path | None = None) -> None:
+    Files below `root` are mapped when they are read, the last _MAPPED of them stay so; without a root `arrays` are
+    kept in memory. ValueError: a shape or dtype that this kind does not have.
+    """
+
+    def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
         self.key, self.names, self.root = key, names, root
-        self.shape, self.lengths = arrays[0].shape[1:], [len(array) for array in arrays]
-        self.ends = np.cumsum(self.lengths)
-        self.size = sum(array.nbytes for array in arrays)
-        self.arrays: dict[int, Any] = dict(enumerate(arrays))
-        for name, array in zip(names, arrays):
-            if array.ndim < 2 or array.dtype not in (np.float16, np.float32, np.bool_) or \
-                    (array.dtype == np.bool_) != (key == "text_mask"):
-                raise ValueError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds rows of "
-                                 f"{'bool' if key == 'text_mask' else 'float16 or float32'}")
-            if array.shape[1:] != self.shape:
+        self.shape, self.lengths, self.size = (), [], 0
+        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))     # the one that was read last is the last
+        axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
+        for number, name in enumerate(names):
+            array = self.arrays[number] if root is None else mapped(root, name)
+            if array.ndim != len(axes) or array.dtype not in kinds:
+                raise ValueError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
+                                 f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
+                                 "reshape it, or make it anew")
+            if number and array.shape[1:] != self.shape:
                 raise ValueError(f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
                                  "one encoder made them all?")
+            self.shape = array.shape[1:]
+            self.lengths.append(len(array))
+            self.size += array.nbytes
+        self.ends = np.cumsum(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         # A mapped array would travel to a worker as a copy of the file.
@@ -43,9 +57,18 @@ class Table:
 
     def __getitem__(self, row: int) -> np.ndarray:
         number, inner = self._place(row)
-        if number not in self.arrays:
-            self.arrays[number] = np.load(self.root / self.names[number], mmap_mode="r")
-        return self.arrays[number][inner]
+        return self._array(number)[inner]
+
+    def _array(self, number: int) -> np.ndarray:
+        if self.root is None:
+            return self.arrays[number]
+        array = self.arrays.pop(number, None)
+        if array is None:
+            array = mapped(self.root, self.names[number])
+            while len(self.arrays) >= _MAPPED:
+                del self.arrays[next(iter(self.arrays))]
+        self.arrays[number] = array
+        return array
 
     def _place(self, row: int) -> tuple[int, int]:
         number = int(np.searchsorted(self.ends, row, side="right"))
@@ -58,7 +81,7 @@ class Table:
     def scan(self) -> None:
         """ValueError names the first row that cannot be used."""
         for number, name in enumerate(self.names):
-            fault = fault_of(np.asarray(self.arrays[number]), self.key)
+            fault = fault_of(as_read(self._array(number)), self.key)
             if fault:
                 raise ValueError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
                                  "embed it again")
@@ -68,6 +91,26 @@ class Table:
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
+
+
+def mapped(root: Path, name: str) -> np.ndarray:
+    """A .npy file as an array on the disk. ValueError names the file, or the limit that keeps it from being opened."""
+    try:
+        array = np.load(root / name, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise ValueError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
+                             "(ulimit -n), or set a smaller data.workers") from None
+        raise ValueError(f"data.path: {name} is no readable .npy file ({' '.join(str(error).split())[:150]})") from None
+    if not array.ndim or not len(array):
+        raise ValueError(f"data.path: {name} holds no rows; remove it")
+    return array
+
+
+def as_read(values: np.ndarray) -> np.ndarray:
+    """Masks as they are, all else as float32, in which what is too large becomes infinite."""
+    with np.errstate(over="ignore"):
+        return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
 
 class Captions:
@@ -90,6 +133,14 @@ class Captions:
             lengths.append(schema.metadata.num_rows)
         self.lengths, self.ends = lengths, np.cumsum(lengths)
 
+    @staticmethod
+    def there(root: Path, names: list[str]) -> bool:
+        """Whether all files have a column of captions; what else is wrong with them is left to be met."""
+        try:
+            return all(set(_COLUMNS) & set(_parquet().read_schema(root / name).names) for name in names)
+        except (OSError, ValueError):
+            return True
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "read": {}}
 
@@ -103,6 +154,16 @@ class Captions:
         if not text:
             raise BadSample(f"{self.names[number]}[{inner}]", "has no caption")
         return packed(text)
+
+    def add_to(self, digest: Any) -> None:
+        """Names, rows, sizes, and the first and last bytes, where a parquet file keeps the places of all pages."""
+        for name, length in zip(self.names, self.lengths):
+            with open(self.root / name, "rb") as file:
+                head = file.read(_ENDS)
+                size = file.seek(0, 2)
+                file.seek(max(0, size - _ENDS))
+                ends = blake2b(head + file.read(_ENDS), digest_size=8)
+            digest.update(f"{name} {length} {size} {ends.hexdigest()}\n".encode())
 
 
 def packed(caption: str) -> Tensor:

@@ -20,6 +20,7 @@ one image) lies together on the disk.
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from safetensors.numpy import load, save
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+_NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.tmp)?")
 
 Arrays = dict[str, np.ndarray]
 
@@ -76,6 +78,17 @@ def check(path: Path, said: dict[str, Any] | None = None) -> dict[str, Any]:
     if said is not None and facts["hash"] != said["hash"]:
         raise ValueError(f"{path} is another shard than the index was written for")
     return facts
+
+
+def encoding_of(path: Path) -> str | None:
+    """`short` of the encoding that a shard says to be of, its bytes unchecked; None: it says nothing that can be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            word = file.read(8)
+            return json.loads(_header(word, file.read(_length(word)))["__metadata__"]["shard"])["encoding"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +192,39 @@ def render(body: dict[str, Any]) -> str:
     return f'{{"hash": "{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}",\n"body": {text}}}\n'
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether launch/encode.py has written into a folder: by the beginning of its files, since names may be anyone's.
+    """
+    for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
+        try:
+            with open(folder / name, "rb") as file:
+                if re.match(begins, file.read(128)):
+                    return True
+        except OSError:
+            continue
+    return encoding_of(folder / shard_name(0)) is not None
+
+
+def earlier(folder: Path) -> dict[str, Any] | None:
+    """What encoding.json says, or where that cannot be read the index; None: neither says anything."""
+    try:
+        there = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
+        if isinstance(there["encoding"], dict) and isinstance(there.get("of", {}), dict):
+            return there
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    try:
+        return {"encoding": read_index(folder)["encoding"]}
+    except ValueError:
+        return None
+
+
+def strangers(folder: Path) -> list[str]:
+    """What in a folder is none of ours: all but hidden files, where nothing in it is known to be."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
+    return [name for name in names if not _NAMES.fullmatch(name)] if is_ours(folder) else names
+
+
 def read_index(folder: Path) -> dict[str, Any]:
     """The body of a folder's index. ValueError: there is none, it is altered, or of another version's format."""
     path = folder / INDEX
@@ -194,8 +240,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ValueError(f"{path} is truncated or altered: delete it, and give the command of launch/encode.py that "
-                         "wrote it once more")
+        raise ValueError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
+                         "more, which makes it anew")
     if body["format"] != FORMAT:
         raise ValueError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
     return body

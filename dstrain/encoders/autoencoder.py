@@ -6,6 +6,7 @@ variance (0.18215 for Stable Diffusion's). The weights are those of a diffusers 
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,36 @@ from torch import Tensor, nn
 
 from dstrain import draws
 
+# Of AutoencoderKL's config, what decides the codes, and what it says by default. Only what differs goes into a
+# fingerprint, so that no key that a later diffusers adds, or an earlier one lacks, makes another first stage of it.
+# Absent: what comes after the codes (scaling_factor, shift_factor, latents_mean, latents_std), and what does not
+# change them (sample_size, force_upcast).
+_DEFAULTS = {
+    "in_channels": 3, "out_channels": 3, "down_block_types": ["DownEncoderBlock2D"],
+    "up_block_types": ["UpDecoderBlock2D"], "block_out_channels": [64], "layers_per_block": 1, "act_fn": "silu",
+    "latent_channels": 4, "norm_num_groups": 32, "use_quant_conv": True, "use_post_quant_conv": True,
+    "mid_block_add_attention": True,
+}
+
 
 class Autoencoder(nn.Module):
     """Images in [-1, 1] to latents and back, without gradient and always in evaluation mode.
 
     path            a folder with an AutoencoderKL (config.json, *.safetensors) or with a pipeline that has one in its
                     vae/, or a name on the Hugging Face hub.
-    scaling_factor  None means what the autoencoder's own config says.
+    scaling_factor  None means what the autoencoder's own config says; so does
+    shift           None.
 
     Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
     Raises ValueError where nothing can be loaded from `path`. Pickled weights are not read.
     """
 
-    def __init__(self, path: str, scaling_factor: float | None = None) -> None:
+    def __init__(self, path: str, scaling_factor: float | None = None, shift: float | None = None) -> None:
         super().__init__()
         self.vae = _load(path).eval().requires_grad_(False)
         config = self.vae.config
         self.scaling_factor = config.scaling_factor if scaling_factor is None else scaling_factor
-        self.shift = getattr(config, "shift_factor", None) or 0.0
+        self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
         self.channels, self.image_channels = config.latent_channels, config.in_channels
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
@@ -57,6 +70,10 @@ class Autoencoder(nn.Module):
         """Of weights and architecture, as loaded: see the function of this name. The encoder must still be there."""
         return fingerprint(*identity(self.vae))
 
+    def facts(self) -> dict[str, Any]:
+        """What makes latents of images: scaling_factor, shift and fingerprint."""
+        return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
+
     def drop_encoder(self) -> None:
         """Frees the encoder's memory, where latents come from a cache."""
         self.vae.encoder = self.vae.quant_conv = None
@@ -81,9 +98,8 @@ def identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later.
     """
-    left_out = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size", "force_upcast")
-    config = {name: value for name, value in vae.config.items() if name[0] != "_" and name not in left_out}
-    return config, vae.state_dict()
+    said = json.loads(json.dumps({name: vae.config[name] for name in _DEFAULTS if name in vae.config}))
+    return {name: value for name, value in said.items() if value != _DEFAULTS[name]}, vae.state_dict()
 
 
 def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
@@ -96,15 +112,22 @@ def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _on_hub(path: str) -> bool:
+    """Whether a path that is no folder here can be a name on the hub, which is asked for half a minute."""
+    owner, _, name = path.partition("/")
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
+
+
 def _load(path: str) -> nn.Module:
     from diffusers import AutoencoderKL          # slow to import, and only users of a first stage need it
 
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():
         folder = folder / "vae"
-    if not folder.is_dir() and (folder.is_absolute() or path.startswith(".")):
-        raise ValueError(f"first_stage.path: there is no folder {path}; save one there with "
-                         "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub")
+    if not folder.is_dir() and not _on_hub(path):
+        raise ValueError(f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
+                         f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
+                         "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse")
     try:
         return AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else path, use_safetensors=True,
                                              low_cpu_mem_usage=False)          # else a warning about accelerate

@@ -3,12 +3,15 @@
 Two kinds are read, by a local folder or a name on the Hugging Face hub:
 
     CLIP        text_embed is the projection that is compared with images (Radford et al. 2021)
-    sentence    any encoder with token states, such as MiniLM: text_embed is their mean (Reimers & Gurevych 2019)
+    sentence    any encoder with token states, such as MiniLM or T5's: text_embed is their mean, or the first one where
+                the 1_Pooling/config.json of sentence-transformers says so (Reimers & Gurevych 2019)
 
 text_encodings are the last token states, text_mask says which tokens are text. Weights are read from safetensors alone.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +30,11 @@ class TextEncoder(nn.Module):
     def __init__(self, path: str, max_length: int | None = None) -> None:
         super().__init__()
         self.model, self.projection, self.tokenizer = _load(path)
+        self.pooling = _pooling(path) if self.projection is None else "projection"
+        _require_padding(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
-        longest = min(config.max_position_embeddings, 256)
+        longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)      # T5 has no such bound
         if max_length is not None and max_length > longest:
             raise ValueError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}")
         self.max_length = max_length or longest
@@ -54,6 +59,8 @@ class TextEncoder(nn.Module):
         encodings = out.last_hidden_state.float()                                                 # (N, L, E)
         if self.projection is not None:
             embed = self.projection(out.pooler_output).float()
+        elif self.pooling == "cls":
+            embed = encodings[:, 0]
         else:
             weights = mask[..., None].float()
             embed = (encodings * weights).sum(1) / weights.sum(1).clamp(min=1)
@@ -75,11 +82,56 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
         kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
         kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
         model, tokenizer = kind.from_pretrained(path, use_safetensors=True), AutoTokenizer.from_pretrained(path)
-        return (model, None, tokenizer) if kind is AutoModel else (model.text_model, model.text_projection, tokenizer)
+        if kind is not AutoModel:
+            return model.text_model, model.text_projection, tokenizer
+        return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
     except (OSError, ValueError) as error:
         raise ValueError(f"text_encoder: no text encoder can be loaded from {path!r} ({one_line(error)}); give a "
                          "folder with config.json, *.safetensors and the tokenizer's files, or a hub name that this "
                          "machine can reach") from error
+
+
+def _require_padding(tokenizer: Any, path: str) -> None:
+    """Texts are filled up behind their end, by the end's own token where there is no other: a mask hides it."""
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to fill up short "
+                         "texts with; name one as pad_token in its tokenizer_config.json")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+
+
+def _pooling(path: str) -> str:
+    """How a sentence encoder makes one vector of its token states: mean or cls. ValueError: in another way."""
+    modules = _said(path, "modules.json") or []
+    others = [kind for kind in (str(module.get("type", "")).rpartition(".")[2] for module in modules)
+              if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others:
+        raise ValueError(f"text_encoder: {path} ends with a layer of kind {others[0]} (modules.json), which is not "
+                         "read here; take an encoder without it")
+    said = _said(path, "1_Pooling/config.json")
+    if said is None:
+        return "mean"
+    modes = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+    modes = modes or [f"pooling_mode_{said.get('pooling_mode')}"]
+    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_mean": "mean",
+             "pooling_mode_cls": "cls"}
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of all "
+                         "tokens or the first one (cls) is known here; take another encoder")
+    return known[modes[0]]
+
+
+def _said(path: str, name: str) -> Any:
+    """A JSON file of an encoder's folder or hub page, None where there is none."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
+    try:
+        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"text_encoder: {name} of {path} is no JSON; fetch it again") from None
 
 
 def require_place(key: str, path: str, content: str) -> None:

@@ -70,6 +70,9 @@ class System(ABC):
         example["x_start"] = batch["image"].float() / 127.5 - 1
         return example
 
+    def accepts(self, source: Any) -> None:
+        """Meets a source before anything is trained. ValueError: its items do not fit the model, with the remedy."""
+
     def loss(self, part: str, nets: Nets, example: Example) -> Terms:
         return self.parts[part](nets, example)
 

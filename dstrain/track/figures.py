@@ -55,12 +55,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws the curves, or where there are none the quarters, as a PNG, whole or not at all."""
+    """Draws curves and similarities by steps, or where there are none the quarters, as a PNG, whole or not at all."""
     from matplotlib.figure import Figure             # slow to import, and needed here alone
 
     panels = [_bound, _cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_errors if result["timesteps"] else _columns] if others else []
+    panels += [_similarities] if _steps(result) else []
     panels = panels or [_quarters]
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -117,6 +118,28 @@ def _columns(axes: Any, result: dict[str, Any]) -> None:
         values = sorted(_numbers(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
     axes.set(title="by column", xlabel="rank of the column")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _steps(result: dict[str, Any]) -> list[int]:
+    """Numbers of steps n after which similarity/n/... was measured."""
+    return sorted({int(name.split("/")[1]) for name in result["figures"]
+                   if name.startswith("similarity/") and name.split("/")[1].isdigit()})
+
+
+def _similarities(axes: Any, result: dict[str, Any]) -> None:
+    """Cosines of what a prior draws in so many steps, with the baseline of text and image."""
+    figures, steps = result["figures"], _steps(result)
+    colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
+    for kind, color in colors.items():
+        values = _numbers([figures.get(f"similarity/{count}/{kind}") for count in steps])
+        if any(value == value for value in values):
+            axes.plot(range(len(steps)), values, marker="o", markersize=5, color=color, label=kind.replace("_", " "))
+    baseline = figures.get("similarity/text_image")
+    if baseline is not None:
+        axes.axhline(baseline, color=_FAINT, linestyle="--", linewidth=1, label="baseline (text and image)")
+    axes.set(title="cosine of drawn embeddings with", xlabel="sampling steps", xticks=range(len(steps)),
+             xticklabels=steps, xlim=(-0.5, len(steps) - 0.5))
     axes.legend(frameon=False, fontsize=9)
 
 

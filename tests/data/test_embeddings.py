@@ -1,6 +1,8 @@
 """Embedding pairs: splits, layout, captions, what is refused, and means over uneven ranks."""
 
 import pickle
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from dstrain.data.sources import open_sources, open_split, require_kind
 from dstrain.encoders.text import captions_of
 from dstrain.sampling import score
 from tests.support import gloo
+from tests.support.launch import environment
 
 ALL = (1.0, 0.0, 0.0)
 TINY = {"image_embed_dim": 6, "text_embed_dim": 4, "text_encodings_dim": 5, "max_text_len": 3, "depth": 1, "heads": 1,
@@ -124,10 +127,48 @@ def test_arrays_stay_on_the_disk(tmp_path):
     source = open_pairs(tmp_path, ALL, "train")
     before = source[3]
     sent = pickle.dumps(source)
-    assert isinstance(source.stored.tables["image_embed"].arrays[0], np.memmap) and len(sent) < 4000
+    arrays = source.stored.tables["image_embed"].arrays
+    assert arrays and all(isinstance(array, np.memmap) for array in arrays.values()) and len(sent) < 4000
     assert torch.equal(pickle.loads(sent)[3]["image_embed"], before["image_embed"])
-    half = open_pairs(make(tmp_path / "half", dtype=np.float16), ALL, "train")[3]["image_embed"]
-    torch.testing.assert_close(half, before["image_embed"], rtol=1e-3, atol=1e-3)
+    for kind in (np.float16, np.float64):
+        other = open_pairs(make(tmp_path / kind.__name__, dtype=kind), ALL, "train")[3]["image_embed"]
+        assert other.dtype == torch.float32
+        torch.testing.assert_close(other, before["image_embed"], rtol=1e-3, atol=1e-3)
+
+
+_MANY = """
+import os, resource, sys
+from dstrain.data.embeddings import open_pairs
+source = open_pairs(sys.argv[1], (1.0, 0.0, 0.0), "train")              # imports and threads have their files
+open_now = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 80, open_now + 200))
+source = None
+source = open_pairs(sys.argv[1], (1.0, 0.0, 0.0), "train")
+print(sorted(int(source[i]["image_embed"][0]) for i in range(len(source))) == list(range(1, 201)))
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, open_now + 200))
+try:
+    [source[i] for i in range(len(source))]
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_many_files(tmp_path):
+    """Oracle: the system's own limit: 2 x 200 files are read by a process that may open 80 for them, if each folder
+    keeps 32; below that limit a ValueError names it."""
+    for folder in ("img_emb", "text_emb"):
+        (tmp_path / folder).mkdir()
+        for i in range(200):
+            np.save(tmp_path / folder / f"{folder}_{i}.npy", np.full((1, 4), i + 1, np.float32))
+    code = _MANY.replace("import os", "import dstrain.data.rows; dstrain.data.rows._MAPPED = 32\nimport os", 1)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), capture_output=True,
+                          text=True, timeout=100)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0 and said[0] == "True", done.stderr
+    assert "too many files are open" in said[1] and "ulimit -n" in said[1]
+    source = open_pairs(tmp_path, ALL, "train")
+    assert all(source[i] for i in range(200)) and [len(table.arrays) for table in source.stored.tables.values()] == \
+        [rows._MAPPED] * 2 == [64] * 2
 
 
 def test_fingerprint(tmp_path):
@@ -141,6 +182,12 @@ def test_fingerprint(tmp_path):
     array[0] += 1
     np.save(tmp_path / "b/img_emb/img_emb_2.npy", array)
     assert say("b") != first
+    make(tmp_path / "c", captions=True)
+    make(tmp_path / "d", captions=True)
+    assert say("c") == say("d")
+    table = {"key": list(range(7)), "caption": [f"caption {i}" for i in range(7)]}       # other texts, as many
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d" / "metadata" / "metadata_2.parquet")
+    assert say("c") != say("d")
 
 
 def spoil(root: Path, how: str) -> None:
@@ -158,7 +205,17 @@ def spoil(root: Path, how: str) -> None:
         array = array.astype(np.int64)
     elif how == "flat":
         array = array[:, 0]
+    elif how == "deep":
+        array = array[:, None]
+    elif how == "huge":
+        array = array.astype(np.float64) * 1e300
     np.save(name, array)
+    if how in ("number", "word"):
+        end = "3" if how == "number" else "x"
+        (root / "text_emb" / "text_emb_2.npy").rename(root / "text_emb" / f"text_emb_{end}.npy")
+    if how == "word":
+        name.rename(root / "img_emb" / "img_emb_y.npy")
+        (root / "text_emb" / "text_emb_0.npy").rename(root / "text_emb" / "text_emb_y.npy")
     if how == "missing":
         name.unlink()
     elif how == "truncated":
@@ -170,8 +227,10 @@ def spoil(root: Path, how: str) -> None:
 @pytest.mark.parametrize("how, words", [
     ("nan", r"img_emb_2.npy\[4\] holds NaN"), ("zero", r"img_emb_2.npy\[4\] is all zeros"),
     ("rows", "img_emb_2.npy has 6 rows and text_emb/text_emb_2.npy 7"), ("width", r"img_emb_2.npy are \(5,\)"),
-    ("integers", "int64"), ("flat", r"\(7,\)"), ("missing", "has 3 rows and text_emb/text_emb_2.npy 7"),
+    ("integers", "int64"), ("flat", r"\(7,\)"), ("missing", "img_emb_11.npy and text_emb/text_emb_2.npy"),
     ("truncated", "img_emb_2.npy is no readable"), ("pickle", "img_emb_2.npy is no readable"),
+    ("deep", r"\(7, 1, 6\): img_emb holds \(n, D\) of float16 or float32; reshape"), ("huge", "NaN or infinity"),
+    ("number", "img_emb_2.npy and text_emb/text_emb_3.npy would be pairs"), ("word", "img_emb_.*would be pairs"),
 ])
 def test_bad_files(tmp_path, how, words):
     """Oracle: a ValueError that names file and row."""
@@ -234,6 +293,26 @@ def test_an_empty_caption_is_replaced(tmp_path):
         with pytest.raises(BadSample, match="no caption"):
             source[source.rows.tolist().index(row)]
     assert captions_of(source[source.rows.tolist().index(3)]["caption"][None]) == ["b"]
+
+
+def test_captions_beside_embeddings(tmp_path):
+    """Oracle: captions come along where encodings are missing, an empty one as an empty text; files without the column,
+    and those beside encodings, are left alone."""
+    make(tmp_path / "a")
+    make(tmp_path / "b", captions=True)
+    folder = tmp_path / "a" / "metadata"
+    (tmp_path / "b" / "metadata").rename(folder)
+    item = open_pairs(tmp_path / "a", ALL, "train")[2]
+    assert captions_of(item["caption"][None]) == [f"caption {number(item) + 1}"] and "text_embed" in item
+    pyarrow.parquet.write_table(pyarrow.table({"caption": [None] * 5}, pyarrow.schema([("caption", pyarrow.string())])),
+                                folder / "metadata_0.parquet")
+    source = open_pairs(tmp_path / "a", ALL, "train")
+    assert captions_of(source[source.rows.tolist().index(1)]["caption"][None]) == [""]
+    pyarrow.parquet.write_table(pyarrow.table({"key": [1] * 5}), folder / "metadata_0.parquet")
+    assert "caption" not in open_pairs(tmp_path / "a", ALL, "train")[2]
+    make(tmp_path / "c", encodings=True)
+    folder.rename(tmp_path / "c" / "metadata")
+    assert "caption" not in open_pairs(tmp_path / "c", ALL, "train")[2]
 
 
 def test_the_data_section(tmp_path):
@@ -306,3 +385,11 @@ def test_width_differs_from_the_models(tmp_path):
         build(text_embed_dim=6).encode(batch)
     with pytest.raises(ValueError, match="text_encodings"):
         build(max_text_len=3).encode(batch)
+    with pytest.raises(ValueError, match="neither text_encodings nor a caption"):
+        build(max_text_len=3).accepts(source)
+    with pytest.raises(ValueError, match="set model.image_embed_dim=6"):
+        build(image_embed_dim=8).accepts(source)
+    build().accepts(source)
+    captions = open_pairs(make(tmp_path / "captions", captions=True), ALL, "train")
+    with pytest.raises(ValueError, match="model.text_encoder: texts are to be encoded and none is named"):
+        build().accepts(captions)

@@ -18,19 +18,20 @@ from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
 from dstrain.systems.base import Request
 from launch import bench_latents
-from tests.support import first_stage
+from tests.support import first_stage, pictures
 from tests.support.launch import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=("a", "b", "c"), stage="stage"):
+def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=("a", "b", "c"), stage="stage",
+          image_size=16):
     """A folder as launch/encode.py leaves it, with random codes; and all of these in one array."""
     folder.mkdir(parents=True)
     rng, shape = np.random.default_rng(seed), [3, 4, 4] if kind == "latents" else [4, 4]
     encoding = {"kind": kind, "shape": shape, "dtype": "float16" if kind == "latents" else "int32", "number": number,
-                "flips": flips, "image_size": 16, "channels": 1, "shard_size": size, "batch": 4, "first_stage": stage,
-                "data": "random"}
+                "flips": flips, "image_size": image_size, "channels": 1, "shard_size": size, "batch": 4,
+                "first_stage": stage, "data": "random"}
     records, every = [], []
     for k in range(-(-number // size)):
         rows = min(size, number - k * size)
@@ -233,6 +234,7 @@ def test_recipes_that_do_not_fit(stage):
     write(folder / "plain", flips=1)
     write(folder / "ids", kind="tokens")
     write(folder / "unseen", stage="another")
+    write(folder / "larger", stage=Latents(folder / "x").encoding["first_stage"], image_size=32)
     given = f"model.first_stage.path={path}"
     for more, message in (
             ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
@@ -246,6 +248,8 @@ def test_recipes_that_do_not_fit(stage):
             ([given, f"data.path={folder / 'plain'}", "data.flip=true"], "write data.flip=false"),
             ([given, f"data.path={folder / 'ids'}"], "holds tokens, and dit models latents"),
             ([given, f"data.held_out_path={folder / 'unseen'}"], "has first_stage another"),
+            ([given, f"data.held_out_path={folder / 'larger'}"], "has image_size 32, .*has 16"),
+            ([given, "model.first_stage.scaling_factor=0"], "model.first_stage.scaling_factor=0.*greater than 0"),
             ([given, "model.num_classes=2"], "has 3 classes")):
         with pytest.raises(ConfigError, match=message):
             prepared([*words, *more])
@@ -255,6 +259,65 @@ def test_recipes_that_do_not_fit(stage):
     shard.write_bytes(data)
     with pytest.raises(ConfigError, match="shard_00000.safetensors has altered.*launch/encode.py"):
         prepared([*words, given])
+
+
+def test_another_export_to_the_same_path(stage):
+    """Oracle: the values of both exports, in the refusal to go on; a finished run draws with those it learned in."""
+    folder, path, words = stage
+    words = [*words, f"model.first_stage.path={path}"]
+    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3"]
+    online, cached = prepared(images).run, prepared(words).run
+    (folder / "run.yaml").write_text(recipe.dump(online))
+    old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]
+    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.refused(old, prepared(images).run) == []
+    assert fixed["fingerprint"] == cached.model["first_stage"]["fingerprint"] == cached.model["codes"]["first_stage"]
+
+    first_stage.save(path, scaling_factor=0.75, shift_factor=0.25)
+    for before, given in ((old, images), (cached, words)):
+        text = str(recipe.refusals(recipe.refused(before, prepared(given).run), folder))
+        assert "first_stage.scaling_factor was 0.5" in text and "is now 0.75: write model.first_stage.scaling_f" in text
+        assert "first_stage.shift was 0.0" in text and "is now 0.25" in text and "fingerprint" not in text
+        keep = ["model.first_stage.scaling_factor=0.5", "model.first_stage.shift=0.0"]
+        assert recipe.refused(before, prepared([*given, *keep]).run) == []
+        built = systems.build("dit", before.model).first_stage
+        assert (built.scaling_factor, built.shift) == (0.5, 0.0)
+
+    first_stage.save(path, seed=1)
+    (change,) = recipe.refused(old, prepared(images).run)
+    assert change[0] == "model.first_stage.fingerprint" and change[1] == fixed["fingerprint"] != change[2]
+    assert "put the earlier autoencoder back at model.first_stage.path" in str(recipe.refusals([change], folder))
+    with pytest.raises(ValueError, match=f"is the autoencoder {change[2]}, .* trained with {change[1]}"):
+        systems.build("dit", old.model)
+
+
+def test_other_latents_when_a_run_goes_on(stage):
+    """Oracle: the contract: what the data fill in is kept by the data, not by writing it down."""
+    folder, path, words = stage
+    write(folder / "y", seed=1, stage=Latents(folder / "x").encoding["first_stage"])
+    words = [*words, f"model.first_stage.path={path}"]
+    changes = recipe.refused(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run)
+    text = str(recipe.refusals(changes, folder))
+    assert [key for key, _, _ in changes] == ["model.codes.scaling_factor"]
+    assert "give the data.path of the earlier latents" in text and "write model.codes" not in text
+
+
+def test_an_image_folder_may_have_an_index(tmp_path):
+    """Oracle: the same folder without it: somebody's own JSON makes no cache of pictures, nor a cache's damage images.
+    """
+    root = pictures.folder(tmp_path / "data", 2, 3)
+    data = Data(path=str(root), image_size=16, channels=1)
+    for name in ("index.json", "encoding.json"):
+        for text in ("{}", '{"body": {}}', '{"hash": "abc"}', "", '["encoding"]'):
+            (root / name).write_text(text)
+            assert not is_encoded(root) and completed(data).codes is None and len(open_sources(data)[0]) == 6
+    write(tmp_path / "x")
+    index = tmp_path / "x" / "index.json"
+    for damaged in (index.read_text()[:150], "", "{}"):
+        index.write_text(damaged)
+        assert is_encoded(tmp_path / "x")
+        with pytest.raises(ValueError, match="truncated or altered: give the command of launch/encode.py") as caught:
+            open_sources(data.model_copy(update={"path": str(tmp_path / "x")}))
+        assert "delete" not in str(caught.value)
 
 
 def test_images_have_no_codes(tmp_path):

@@ -1,11 +1,14 @@
 """The first stage, on a tiny autoencoder of the real class."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
 from dstrain import draws, systems
-from dstrain.encoders.autoencoder import Autoencoder, posterior
+from dstrain.encoders.autoencoder import Autoencoder, fingerprint, identity, posterior
 from dstrain.systems.base import Request
+from tests.support import first_stage
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +48,40 @@ def test_frozen(folder):
     assert first_stage.decode(latents).dtype == torch.float32
 
 
-def test_missing(tmp_path):
+def test_fingerprint(tmp_path, monkeypatch):
+    """Oracle: what changes codes changes it; scale, size, precision and what other versions of diffusers say do not."""
+    from diffusers import AutoencoderKL
+
+    def of(name, **changes):
+        return Autoencoder(str(first_stage.save(tmp_path / name, **changes))).fingerprint()
+
+    plain = of("plain")
+    same = dict(force_upcast=False, sample_size=7, scaling_factor=3.0, shift_factor=0.5, latents_mean=[0.0, 1.0, 2.0])
+    assert of("same", **same) == plain
+    assert len({plain, of("seed", seed=1), of("act", act_fn="gelu"), of("groups", norm_num_groups=4),
+                of("grey", channels=3)}) == 5
+    vae = AutoencoderKL.from_pretrained(tmp_path / "plain", low_cpu_mem_usage=False)
+    known = dict(vae.config)
+    for config in (known | {"a_new_key": "x"}, {name: known[name] for name in known if name != "use_quant_conv"}):
+        other = Namespace(config=config, state_dict=vae.state_dict)
+        assert fingerprint(*identity(other)) == plain
+    other = Namespace(config=known | {"mid_block_add_attention": False}, state_dict=vae.state_dict)
+    assert fingerprint(*identity(other)) != plain
+
+
+def test_missing(tmp_path, monkeypatch):
     """Oracle: a ValueError that names the path and the remedy."""
     with pytest.raises(ValueError, match="there is no folder .*nowhere.*save_pretrained"):
         Autoencoder(str(tmp_path / "nowhere"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    for path in ("runs/first_stage", "here/first_stage", "first_stage", "a/b/c", "~/vae", "vae/"):
+        with pytest.raises(ValueError, match=f"there is no folder {path}; export one first with launch/export.py RUN"):
+            Autoencoder(path)
+    with pytest.raises(pytest.fail.Exception, match="the hub was asked"):
+        Autoencoder("stabilityai/sd-vae-ft-mse")
+    monkeypatch.undo()
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no AutoencoderKL can be loaded .*empty.*config.json"):
         Autoencoder(str(tmp_path / "empty"))

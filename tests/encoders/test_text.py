@@ -1,8 +1,11 @@
 """Text and image encoders against transformers' own models, with tiny random weights."""
 
+import json
+
 import pytest
 import torch
 from PIL import Image
+from transformers import T5Config, T5EncoderModel, T5Model
 
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder
@@ -40,6 +43,62 @@ def test_sentences(tmp_path):
         torch.testing.assert_close(found["text_embed"][row], states.mean(0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found["text_encodings"][row, :len(states)], states, rtol=1e-4, atol=1e-5)
     assert TextEncoder(str(tmp_path), 4).encode(CAPTIONS)["text_encodings"].shape == (3, 4, 12)
+
+
+def test_pooling(tmp_path):
+    """Oracle: BERT's first token state where 1_Pooling/config.json says cls, the mean where it says so; other ways and
+    a dense layer behind are refused."""
+    towers.sentences(tmp_path)
+    plain = TextEncoder(str(tmp_path)).encode(CAPTIONS)
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    words = ("cls_token", "mean_tokens", "max_tokens")
+
+    def found(*modes: str) -> torch.Tensor:
+        file.write_text(json.dumps({f"pooling_mode_{word}": word in modes for word in words}))
+        return TextEncoder(str(tmp_path)).encode(CAPTIONS)["text_embed"]
+
+    torch.testing.assert_close(found("cls_token"), plain["text_encodings"][:, 0])
+    torch.testing.assert_close(found("mean_tokens"), plain["text_embed"])
+    for modes in (("max_tokens",), ("cls_token", "mean_tokens")):
+        with pytest.raises(ValueError, match=f"1_Pooling/config.json.*{modes[0]}"):
+            found(*modes)
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(ValueError, match="kind Dense"):
+        found("mean_tokens")
+
+
+def test_t5(tmp_path):
+    """Oracle: the mean of the states of transformers' T5EncoderModel over what is no padding, one caption at a time."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=20, d_model=12, d_kv=6, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    T5Model(config).save_pretrained(tmp_path)
+    towers._tokenizer().save_pretrained(tmp_path)
+    model = T5EncoderModel.from_pretrained(tmp_path).eval()
+    encoder = TextEncoder(str(tmp_path), 16)
+    found = encoder.encode(CAPTIONS)
+    assert (encoder.embed_dim, encoder.encodings_dim) == (12, 12) and TextEncoder(str(tmp_path)).max_length == 256
+    for row, caption in enumerate(CAPTIONS):
+        tokens = encoder.tokenizer(caption, truncation=True, max_length=16, return_tensors="pt")
+        with torch.no_grad():
+            states = model(input_ids=tokens["input_ids"]).last_hidden_state[0]
+        torch.testing.assert_close(found["text_embed"][row], states.mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tokenizer_without_a_token_for_padding(tmp_path):
+    """Oracle: the embeddings with a token for padding: its end token takes the place; without either it is refused."""
+    towers.sentences(tmp_path)
+    expected = TextEncoder(str(tmp_path)).encode(CAPTIONS)["text_embed"]
+    tokenizer = towers._tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    encoder = TextEncoder(str(tmp_path))
+    assert encoder.tokenizer.pad_token == "[EOS]"
+    torch.testing.assert_close(encoder.encode(CAPTIONS)["text_embed"], expected, rtol=1e-4, atol=1e-5)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="neither pad_token nor eos_token"):
+        TextEncoder(str(tmp_path))
 
 
 def test_images(tmp_path):

@@ -11,8 +11,17 @@ import torch
 from PIL import Image
 
 from dstrain import runs, systems
+from dstrain.config import ConfigError
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
+from dstrain.encode import Order, encode
+from dstrain.engine.checkpoint import read_weights
+from dstrain.export import Order as Export
+from dstrain.export import export
+from dstrain.recipe import load
+from dstrain.sampling import draw_all
+from dstrain.systems.base import Request
+from dstrain.weights import fitted
 from tests.support import first_stage
 from tests.support.launch import ROOT, command
 from tests.support.pictures import break_file, folder
@@ -77,6 +86,19 @@ def test_wrong_words(made, tmp_path):
     assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
 
 
+def same_parts(run, out, kind):
+    """Holds an export as safetensors against the run's checkpoint and recipe."""
+    recipe = runs.read(run)
+    system = systems.build(recipe.system, recipe.model)
+    assert {entry.name for entry in out.iterdir()} == {"recipe.yaml", *(f"{part}.safetensors" for part in system.parts)}
+    assert load(out / "recipe.yaml") == recipe
+    first = next(iter(system.parts))
+    wanted = read_weights(runs.checkpoint(run), first, kind)
+    found, changed = fitted(out / f"{first}.safetensors", system)[first]
+    assert not changed and found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_token_ids_of_a_run(tmp_path):
     """Oracle: the trained network itself, read from the checkpoint: its likeliest tokens of images, mirrored or not."""
     run, out = tmp_path / "dvae", tmp_path / "tokens"
@@ -85,7 +107,12 @@ def test_token_ids_of_a_run(tmp_path):
     finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml", "--ds_config",
                    ds_config(tmp_path, 1), *words, num=1))
     refused = finish(command("launch/export.py", run, "--out", tmp_path / "x", num=1), code=2)
-    assert "no class for a discrete VAE" in refused and not list(tmp_path.glob("x*"))
+    assert "no class for a discrete VAE" in refused and "--format safetensors" in refused
+    assert not list(tmp_path.glob("x*"))
+    words = ["--out", tmp_path / "x", "--format", "safetensors", "--raw"]
+    said = finish(command("launch/export.py", run, *words, num=1))
+    assert f"safetensors in {tmp_path / 'x'};" in said and "autoencoder 0.0e+00" in said
+    same_parts(run, tmp_path / "x", "master")
     words = ["--split", "held_out", "--raw", "--batch", "20"]
     said = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
     assert "500 samples" in said and "tokens int32 [4, 4] x 2" in said
@@ -103,7 +130,7 @@ def test_token_ids_of_a_run(tmp_path):
 
 def test_the_whole_way(tmp_path):
     """Oracle: each step's own product: a first stage that diffusers loads, codes that carry its fingerprint, a DiT that
-    learns in them (the loss falls below that of predicting nothing), pictures of the size that was asked for.
+    learns in them (the loss falls below that of predicting nothing), the pictures that the library draws and decodes.
     """
     run, stage, codes, dit = (tmp_path / name for name in ("vae", "first_stage", "latents", "dit"))
     overrides = [f"folder={run}", "model.kl.discriminator=null"]
@@ -112,19 +139,19 @@ def test_the_whole_way(tmp_path):
     said = finish(command("launch/export.py", run, "--out", stage, num=1))
     scale = float(re.search(r"scaling_factor ([\d.]+)", said)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)
-    assert "is there already" in finish(command("launch/export.py", run, "--out", stage, num=1), code=2)
+    with pytest.raises(ConfigError, match="is there already"):
+        export(Export(run, stage))
 
     finish(command("launch/encode.py", run, "--out", codes, "--shard-size", "500", "--no-flip", num=2))
-    finish(command("launch/encode.py", "--first-stage", stage, "--data", "builtin:fashion", "--image-size", "16",
-                   "--out", tmp_path / "again", "--shard-size", "500", "--no-flip", num=1))
+    encode(Order(tmp_path / "again", first_stage=str(stage), data="builtin:fashion", image_size=16, shard_size=500,
+                 flip=False))
     assert content(codes).keys() == content(tmp_path / "again").keys()
     for name, data in content(codes).items():                # a run and its export are one first stage
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
     index = Latents(codes).index
     assert index["statistics"]["scaling_factor"] == pytest.approx(scale, rel=0.02) and len(index["shards"]) == 4
     told = tmp_path / "told"
-    assert f"{index['statistics']['scaling_factor']:.5f}" in finish(
-        command("launch/export.py", run, "--out", told, "--statistics", codes / "index.json", num=1))
+    assert export(Export(run, told, statistics=codes / "index.json")).statistics == index["statistics"]
 
     words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ds_config(tmp_path, 2), f"folder={dit}",
              f"data.path={codes}", "data.image_size=16", "data.flip=false", "data.held_out=0.1", "every.evaluate=60",
@@ -134,13 +161,29 @@ def test_the_whole_way(tmp_path):
     assert losses[0] > 0.8 and losses[-1] < 0.7 and metrics(dit)[-1]["held_out/loss"] < 0.7
     assert Image.open(dit / "samples" / "step_00000060.png").size[0] >= 16
     finish(command("launch/generate.py", dit, "--num-samples", "4", "--out", tmp_path / "pictures", num=2))
-    pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"]
-    assert pictures.std() > 0
+    pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"].astype(int)
+    found, system = runs.read(dit), systems.build("dit", runs.read(dit).model)
+    at = runs.checkpoint(dit)
+    nets = runs.networks(system, at, runs.kinds(system, at, found.samples.ema), torch.float32)
 
-    said = finish(command("launch/export.py", dit, "--out", tmp_path / "x", num=1), code=2)
-    assert "has no form in diffusers" in said
-    other = first_stage.save(tmp_path / "other", depth=2, block_out_channels=(8, 16), norm_num_groups=4)
-    refused = [word for word in words if "first_stage" not in str(word) and "folder=" not in str(word)]
-    said = finish(command("launch/train.py", *refused, f"folder={tmp_path / 'no'}", f"model.first_stage.path={other}",
-                          num=1), code=2)
-    assert "first_stage.path:" in said and "is the autoencoder" in said
+    def drawn(system, seeds, labels, guidance_scale=found.samples.guidance_scale):
+        request = Request(torch.tensor(seeds), {"label": torch.tensor(labels)}, found.samples.num_steps,
+                          found.samples.sampler, guidance_scale)
+        return draw_all(system, nets, request, 4).permute(0, 2, 3, 1).numpy().astype(int)
+
+    four = [0, 1, 2, 3]
+    assert np.abs(drawn(system, four, four) - pictures).max() <= 1 and drawn(system, four, four).shape[1:3] == (16, 16)
+    # Of class, then of seed; sixty steps teach little of classes, which guidance enlarges.
+    for others in (drawn(system, [7] * 4, four, 100.0), drawn(system, four, [7] * 4)):
+        assert all(np.abs(others[i] - others[j]).max() > 1 for i in four for j in four[:i])
+    own = found.model["first_stage"]
+    assert own["scaling_factor"] == pytest.approx(index["statistics"]["scaling_factor"]) and own["shift"] == 0
+    other = systems.build("dit", found.model | {"first_stage": own | {"scaling_factor": 0.1}})
+    assert np.abs(drawn(other, four, four) - pictures).max() > 5, "the scale shows in the pictures"
+
+    with pytest.raises(ConfigError, match="has no form in diffusers.* Take --format safetensors"):
+        export(Export(dit, tmp_path / "x"))
+    assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
+    same_parts(dit, tmp_path / "x", "ema.0.99")
+    export(Export(run, tmp_path / "y", "safetensors", raw=True))
+    same_parts(run, tmp_path / "y", "master")

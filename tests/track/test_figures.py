@@ -1,7 +1,10 @@
 """The table and the plot of an evaluation."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from dstrain.track import figures
@@ -48,6 +51,22 @@ def test_a_curve_is_drawn_where_its_values_lie(tmp_path):
     assert drawn("a.png") == drawn("b.png")
     for name in ("vb", "mse"):
         assert drawn("c.png", **{name: [9.0, 0.01, 0.25, 0.3, 0.1]}) != drawn("a.png")
+
+
+def test_similarities_are_drawn(tmp_path, monkeypatch):
+    """Oracle: the lines that matplotlib is given: a cosine for each number of steps, and the baseline."""
+    measured = {"loss": 0.5, "similarity/text_image": 0.34}
+    for steps, image in ((64, 0.42), (8, 0.31)):
+        measured |= {f"similarity/{steps}/image": image, f"similarity/{steps}/text": image + 0.1,
+                     f"similarity/{steps}/other_text": 0.1, f"similarity/{steps}/above_baseline": image - 0.24}
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (seen.append(figure), Path(path).touch()))
+    figures.plot(tmp_path / "plot.png", result(curves={}, timesteps=None, figures=measured))
+    (axes,) = seen[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines == {"image": [0.31, 0.42], "text": pytest.approx([0.41, 0.52]), "other text": [0.1, 0.1],
+                     "baseline (text and image)": [0.34, 0.34]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8", "64"]
 
 
 def test_table():

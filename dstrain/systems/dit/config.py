@@ -1,11 +1,13 @@
 """What determines a DiT: one line for each field."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from dstrain import config
 from dstrain.diffusion.schedule import SCHEDULES
+from dstrain.encoders import autoencoder
 from dstrain.systems.dit.network import SIZES
 
 SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
@@ -20,8 +22,12 @@ class Section(config.Section):
 class FirstStage(Section):
     path: str
     """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
-    scaling_factor: float | None = None
-    """Latents are multiplied by it; None takes the autoencoder's own."""
+    scaling_factor: float | None = Field(None, gt=0)
+    """Latents are multiplied by it; None takes the autoencoder's own, and writes a folder's down."""
+    shift: float | None = None
+    """Subtracted before that; None as above."""
+    fingerprint: str | None = None
+    """The only autoencoder that is taken, see its fingerprint(); None takes any, and writes a folder's down."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
     image_channels: int | None = Field(None, ge=1)
@@ -147,6 +153,10 @@ class Config(Section):
             said["in_channels"] = run.data.channels
         if isinstance(stage, dict):
             stage = {"image_channels": run.data.channels, **stage}
+            # Else another export to the same path would move the latents of a run that goes on.
+            if isinstance(stage.get("path"), str) and Path(stage["path"]).is_dir():
+                own = autoencoder.Autoencoder(stage["path"])
+                stage |= {name: value for name, value in own.facts().items() if stage.get(name) is None}
         # Always the index's: a written-down section may be of another cache.
         ready = {"codes": None}
         if codes is not None and codes.kind == "latents":

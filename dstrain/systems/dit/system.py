@@ -217,16 +217,19 @@ def build(config: Config) -> DiTSystem:
 def _first_stage(config: Config) -> Autoencoder | None:
     if config.first_stage is None:
         return None
-    autoencoder = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor)
     chosen, path = config.first_stage, config.first_stage.path
+    autoencoder = Autoencoder(path, chosen.scaling_factor, chosen.shift)
     for name, given, found in (("first_stage.factor", chosen.factor, autoencoder.factor),
                                ("in_channels", config.in_channels, autoencoder.channels),
                                ("data.channels", chosen.image_channels, autoencoder.image_channels)):
         if given not in (None, found):
             raise ValueError(f"{name}: {given} in the recipe, {found} in the autoencoder at {path}; set {name} to "
                              f"{found}")
+    found = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
+    if chosen.fingerprint not in (None, found):
+        raise ValueError(f"first_stage.path: {path} is the autoencoder {found}, this model was trained with "
+                         f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
     if config.codes is not None:
-        found = autoencoder.fingerprint()
         if found != config.codes.first_stage:
             raise ValueError(f"first_stage.path: {path} is the autoencoder {found}, the latents in data.path are of "
                              f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")

@@ -93,6 +93,9 @@ class Config(config.Section):
         wrong = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
         if wrong:
             raise ValueError(f"evaluate_steps: {wrong} are not between 1 and timesteps={self.timesteps}")
+        if self.num_candidates > 1 and self.text_embed_dim not in (None, self.image_embed_dim):
+            raise ValueError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} differ, "
+                             "so no candidate can be compared with its text: write model.num_candidates=1")
         if self.heads * self.dim_head < 2:
             raise ValueError("heads * dim_head is the width, which must be 2 at least")
         return self

@@ -7,6 +7,9 @@ All randomness is drawn from the samples' keys by name: timestep, noise, drop (o
 start and noise/0, noise/1, ... in the order of the chain, of candidate j > 0 behind "candidate/j/".
 """
 
+from collections.abc import Container
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
 MEASURED_STEPS = 64                               # of the paper's samples
+_PROMPTS = 64                                     # texts that are encoded at once
 
 
 class PriorSystem(System):
@@ -51,29 +55,38 @@ class PriorSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start (B, D), text_embed (B, T) and, where conditioned on, text_encodings (B, L, E), text_mask (B, L).
 
-        Captions are encoded here where the data hold no text embeddings. ValueError: widths that differ from the
-        model's, or texts that the data lack.
+        Captions are encoded here where the data hold no text embeddings, or no encodings that the model reads: then
+        the text embedding is of the same encoder. ValueError: widths that differ from the model's, or texts that the
+        data lack.
         """
-        read = ("image_embed", "caption", "other_caption", *TEXT)
+        read = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in read}
         image = self._fitting(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
         mean, std = self._statistics(image)
         example["x_start"] = (image - mean) / std
         example |= self._texts({name: batch[name] for name in (*TEXT, "caption") if name in batch})
-        if "other_text_embed" in batch:
+        if "other_text_embed" in batch and not self._lacks(batch):
             example["other_text_embed"] = self._text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
             other = self._texts({"caption": batch["other_caption"]})
             example["other_text_embed"] = other["text_embed"]
         return example
 
+    def accepts(self, source: Any) -> None:
+        """Encodes the first pair: widths, texts that are missing, and the encoder of captions where one is needed."""
+        self.encode({name: values[None] for name, values in source.first().items()})
+
+    def _lacks(self, given: Container[str]) -> str | None:
+        """What has to be made of captions, None where all is there."""
+        wanted = ("text_embed", "text_encodings") if self.config.max_text_len else ("text_embed",)
+        return next((name for name in wanted if name not in given), None)
+
     def _texts(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the network is told of texts, from embeddings or from captions."""
         tokens = self.config.max_text_len
-        if "text_embed" not in given or tokens and "text_encodings" not in given:
+        if missing := self._lacks(given):
             if "caption" not in given:
-                missing = "text_encodings" if "text_embed" in given else "text_embed"
                 raise ValueError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
                                  "embeddings, give captions, or (for text_encodings) set model.max_text_len=0")
             given = self.text_encoder(given["caption"].device).encode(captions_of(given["caption"]))
@@ -191,9 +204,6 @@ class PriorSystem(System):
             raise ValueError(f"sampler: {request.sampler!r} does not fit a prior; one of {', '.join(SAMPLERS)}")
         conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
         keys, count = draws.keys_of_seeds(request.seeds), self.config.num_candidates
-        if count > 1 and self.config.image_embed_dim != conditions["text_embed"].shape[1]:
-            raise ValueError("num_candidates: text and image embeddings have different widths, so no candidate can be "
-                             "compared with its text; write model.num_candidates=1")
         drawn = self._draw(nets, conditions, keys, request, count)                                # (count, N, D)
         if count == 1:
             return drawn[0]
@@ -268,9 +278,12 @@ class PriorSystem(System):
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """What the frozen encoder makes of texts, on the CPU. ValueError: the recipe names no encoder."""
-        encoder = self.text_encoder(torch.device("cpu"))
-        return self._texts(encoder.encode(texts))
+        """What the frozen encoder makes of texts, on the CPU, of each once. ValueError: the recipe names no encoder."""
+        encoder, places = self.text_encoder(torch.device("cpu")), {}
+        rows = torch.tensor([places.setdefault(text, len(places)) for text in texts])
+        once = list(places)
+        batches = [self._texts(encoder.encode(once[i:i + _PROMPTS])) for i in range(0, len(once), _PROMPTS)]
+        return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Statistics are compared with the recipe's and null texts may be missing, see weights.py."""

@@ -3,8 +3,12 @@
     prior/                    PriorTransformer.from_pretrained(OUT / "prior"); clip_mean and clip_std bring what a chain
                               ends with back to embeddings (post_process_latents)
     scheduler/                UnCLIPScheduler for cosine and x_start or eps, else DDPMScheduler
-    null_text.safetensors     null_text_embed, null_text_encodings: the inputs of the unguided half, with a text mask
+    prior/null_text.safetensors
+                              null_text_embed, null_text_encodings: the inputs of the unguided half, with a text mask
                               that is True everywhere (a pipeline would take the encodings of "" there)
+
+With normalize_embeds text_embed must be given at unit length, which neither the network nor a pipeline brings it to.
+init_from takes the folder or its prior/, with the null text.
 
 Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
 """
@@ -24,8 +28,9 @@ from dstrain.systems.prior.network import EXTRA_TOKENS
 from dstrain.systems.prior.system import PriorSystem
 
 NAME = "PriorTransformer"
+NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not bring it there"
 _PREDICTIONS = {"x_start": "sample", "eps": "epsilon", "v": "v_prediction"}        # ours -> diffusers'
-_NULL = "null_text.safetensors"
+_NULL = Path("prior") / "null_text.safetensors"
 
 
 def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
@@ -75,10 +80,11 @@ def _apart(theirs: Tensor, ours: Tensor) -> float:
 def _require(config: Config) -> None:
     if config.self_cond:
         raise ValueError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only models "
-                         "without self_cond are exported")
+                         "without self_cond are exported there; take --format safetensors")
     if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
         raise ValueError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
-                         f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}")
+                         f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
+                         "--format safetensors")
 
 
 def _arguments(config: Config) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def inputs(count=6, text_dim=12):
 @pytest.mark.parametrize("changes, ours", [
     ({}, {}), ({"norm_in_type": "layer", "embedding_proj_norm_type": "layer"},
                {"norm_in": True, "embedding_proj_norm": True}),
-    ({"embedding_proj_dim": 7}, {"text_embed_dim": 7}),
+    ({"embedding_proj_dim": 7}, {"text_embed_dim": 7, "num_candidates": 1}),
 ])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_same_network(changes, ours, masked):
@@ -115,7 +115,16 @@ def test_there_and_back(tmp_path, changes):
     texts = (None, mask[:, :0]) if "max_text_len" in changes else (encodings, mask)
     with torch.no_grad():
         assert torch.equal(again(x, t, embed, *texts)[0], theirs(x, t, embed, *texts)[0])
-    assert (out / "null_text.safetensors").exists() == ("text_cond_drop_prob" not in changes)
+    assert (out / "prior" / "null_text.safetensors").exists() == ("text_cond_drop_prob" not in changes)
+    with torch.no_grad():                        # as learned, and not the zeros that an absent null text begins with
+        for name, weight in network.named_parameters():
+            if name.startswith("null_text"):
+                weight.normal_()
+    to_diffusers.save(system, {"denoiser": network}, out)
+    for path in (out, out / "prior"):            # what init_from reads
+        state, _ = system.adapt("denoiser", read(path))
+        assert state.keys() == network.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     example = system.encode(system.synthetic(6))
     found = to_diffusers.errors(system, {"denoiser": network}, out, example)
     assert len(found) == 1 + ("text_cond_drop_prob" not in changes) and max(found.values()) < 1e-5
@@ -139,7 +148,7 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     torch.testing.assert_close(scheduler.betas.double(), system.diffusion.tables["betas"], rtol=1e-4, atol=1e-7)
     scheduler.betas = system.diffusion.tables["betas"]
     scheduler.alphas, scheduler.alphas_cumprod = 1 - scheduler.betas, system.diffusion.tables["alphas_cumprod"]
-    null = read(tmp_path / "out" / "null_text.safetensors")
+    null = read(tmp_path / "out" / "prior" / "null_text.safetensors")
 
     _, _, embed, encodings, mask = inputs(4)
     seeds = torch.arange(4)
