@@ -89,7 +89,7 @@ def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
     finish(train(folder, 1, "steps=60", recipe=RECIPE, num=1))
     (_, state), (_, expected) = history(folder), history(undisturbed(3))
     assert torch.equal(state["seen"], expected["seen"])
-    torch.testing.assert_close(state["history"], expected["history"], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(state["history"], expected["history"], rtol=1e-2, atol=1e-5)
 
 
 def test_an_average_of_choice(undisturbed, tmp_path):
