@@ -63,7 +63,7 @@ def test_killed_in_the_middle(made, tmp_path, num, then):
     """Oracle: the undisturbed bytes: after kill -9 the same command, on other ranks, makes what is missing."""
     out = tmp_path / "out"
     process = begin(encoding(made, out, num=num), tmp_path / "log")
-    wait_for(out / "shard_00003.safetensors", process)
+    wait_for(out / "shard_00003.safetensors", process, tmp_path / "log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for_end(process.pid)

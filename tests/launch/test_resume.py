@@ -48,7 +48,7 @@ def test_sigterm_to_the_launcher(undisturbed, stage):
     folder = undisturbed(stage)
     stopped = folder.parent / "stopped"
     process = begin(train(stopped, stage), folder.parent / "stopped.log")
-    wait_for(stopped / "checkpoints" / "step_00000020", process)
+    wait_for(stopped / "checkpoints" / "step_00000020", process, folder.parent / "stopped.log")
     process.send_signal(signal.SIGTERM)
     wait_for_end(process.pid)
     process.wait()
@@ -104,7 +104,7 @@ def test_signal_to_a_rank(tmp_path):
     """Oracle: the documented exit code 75 and a checkpoint of the step that the log names."""
     folder = tmp_path / "run"
     process = begin(train(folder, 2, "steps=100000", "every.save=50"), tmp_path / "log")
-    wait_for(folder / "checkpoints" / "step_00000050", process)
+    wait_for(folder / "checkpoints" / "step_00000050", process, tmp_path / "log")
     os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
     assert process.wait(60) == 75
     wait_for_end(process.pid)

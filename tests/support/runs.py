@@ -38,10 +38,10 @@ def begin(words: list[str], log: Path) -> subprocess.Popen:
                             stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:
+def wait_for(path: Path, process: subprocess.Popen, log: Path, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert process.poll() is None, f"the run ended before {path.name} was there"
+        assert process.poll() is None, f"the run ended before {path.name} was there:\n{log.read_text()[-6000:]}"
         assert time.monotonic() < end, f"no {path.name} after {seconds} s"
         time.sleep(0.005)
 
@@ -93,7 +93,7 @@ def assert_equal_runs(a: Path, b: Path, step: int = STEPS) -> None:
 def kill_in_the_middle(words: list[str], folder: Path, saved: int) -> None:
     """Runs a training command until `saved` steps are saved and kills every process of it."""
     process = begin(words, folder.parent / f"{folder.name}.log")
-    wait_for(folder / "checkpoints" / f"step_{saved:08d}", process)
+    wait_for(folder / "checkpoints" / f"step_{saved:08d}", process, folder.parent / f"{folder.name}.log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for_end(process.pid)                    # also what the launcher put elsewhere: loader processes
