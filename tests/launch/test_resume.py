@@ -42,12 +42,11 @@ def test_kill_minus_nine(undisturbed, stage):
     assert_equal_runs(folder, killed)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sigterm_to_the_launcher(undisturbed, stage):
+def test_sigterm_to_the_launcher(undisturbed):
     """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command goes on to equal bits."""
-    folder = undisturbed(stage)
+    folder = undisturbed(2)
     stopped = folder.parent / "stopped"
-    process = begin(train(stopped, stage), folder.parent / "stopped.log")
+    process = begin(train(stopped, 2), folder.parent / "stopped.log")
     wait_for(stopped / "checkpoints" / "step_00000020", process, folder.parent / "stopped.log")
     process.send_signal(signal.SIGTERM)
     wait_for_end(process.pid)
@@ -56,7 +55,7 @@ def test_sigterm_to_the_launcher(undisturbed, stage):
     assert "stopped at step" in said and "the same command goes on" in said
     at = int((stopped / "saved").read_text())
     assert 20 <= at < STEPS and f"stopped at step {at} " in said
-    finish(train(stopped, stage))
+    finish(train(stopped, 2))
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 

@@ -1,6 +1,7 @@
-"""Real `deepspeed` launches for tests: fresh processes, a free port, one thread for each rank."""
+"""Real launches for tests: fresh processes, a free port, one thread for each rank."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,14 +12,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, below those that the system gives to outgoing connections, which take any."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without a launcher's words, one thread, no wandb network."""
-    dropped = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    dropped = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), WANDB_MODE="disabled", PYTHONUNBUFFERED="1")
     # `deepspeed` and `ninja` lie beside the interpreter, whether or not the environment is activated.
@@ -27,12 +34,20 @@ def environment(**more: str) -> dict[str, str]:
     return env
 
 
-def command(script: str, *arguments: str, num: int = 2) -> list[str]:
-    """The launcher's command line for `num` ranks on this machine."""
-    launcher = shutil.which("deepspeed", path=environment()["PATH"])
-    assert launcher, "the `deepspeed` launcher is not installed beside this Python"
-    return [sys.executable, launcher, "--hostfile", "none", "--num_gpus", str(num), "--master_port", str(free_port()),
-            str(ROOT / script), *map(str, arguments)]
+def command(script: str, *arguments: str, num: int = 2, launcher: bool | None = None) -> list[str]:
+    """The command line for `num` ranks on this machine.
+
+    launcher: by `deepspeed`; None where several ranks run a script of launch/. Others are started by spawn.py, and one
+    alone by plain python, which a user may type as well.
+    """
+    words = [str(ROOT / script), *map(str, arguments)]
+    if launcher is None:
+        launcher = num > 1 and script.startswith("launch/")
+    if not launcher:
+        return [sys.executable, *([str(ROOT / "tests/support/spawn.py"), str(num), str(free_port())] * (num > 1)), *words]
+    found = shutil.which("deepspeed", path=environment()["PATH"])
+    assert found, "the `deepspeed` launcher is not installed beside this Python"
+    return [sys.executable, found, "--hostfile", "none", "--num_gpus", str(num), "--master_port", str(free_port()), *words]
 
 
 def launch(script: str, *arguments: str, num: int = 2, timeout: float = 300, check: bool = True,

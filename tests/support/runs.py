@@ -20,10 +20,12 @@ def ds_config(folder: Path, stage: int) -> Path:
     return path
 
 
-def train(folder: Path, stage: int, *overrides: str, num: int = 2, recipe: Path = RECIPE) -> list[str]:
-    """The command that trains into `folder`."""
+def train(folder: Path, stage: int, *overrides: str, num: int = 2, recipe: Path = RECIPE,
+          launcher: bool | None = None) -> list[str]:
+    """The command that trains into `folder`; at stages 1 and 3 without the launcher, which stage 2 is for."""
+    launcher = stage == 2 and num > 1 if launcher is None else launcher
     return command("launch/train.py", "--recipe", recipe, "--ds_config", ds_config(folder.parent, stage),
-                   f"folder={folder}", *overrides, num=num)
+                   f"folder={folder}", *overrides, num=num, launcher=launcher)
 
 
 def finish(words: list[str], code: int = 0) -> str:

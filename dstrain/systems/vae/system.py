@@ -4,6 +4,8 @@ The loss of a sample is reconstruction (a mean over the values of its image) plu
 image: the evidence lower bound of the image, divided by its number of values, so that weights carry over between sizes.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -41,9 +43,9 @@ class AutoencoderSystem(System):
         shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
         return {"reconstruction": ((shown + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)}
 
+    @abstractmethod
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """What is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
-        raise NotImplementedError
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Files of the original trainers, see weights.py."""
