@@ -102,7 +102,8 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
     """The rival's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
     (part, network), = system.networks().items()
     network.load_state_dict(dict(initial_weights(network, run.seed)), strict=False)
-    network.to(batch["key"].device, memory_format=torch.channels_last if run.channels_last else torch.preserve_format)
+    nhwc = run.channels_last and all(weight.ndim < 5 for weight in network.parameters())       # of images alone
+    network.to(batch["key"].device, memory_format=torch.channels_last if nhwc else torch.preserve_format)
     if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):
         for module in network.modules():
             if isinstance(module, system.blocks()):

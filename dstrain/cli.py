@@ -7,7 +7,6 @@ import argparse
 import difflib
 import importlib.util
 import json
-import math
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from dstrain import ranks, recipe, systems
 from dstrain.config import ConfigError, Data, Run
 from dstrain.engine import settings
 from dstrain.folders import last_saved
+from dstrain.options import Parser
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
@@ -78,13 +78,6 @@ class Job:
     remarks: list[str]                       # worth printing once
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors."""
-
-    def error(self, message: str) -> None:
-        raise ConfigError(f"{message}; --help shows what there is")
-
-
 def train_arguments(root: Path, argv: Sequence[str] | None = None) -> Options:
     """Options of launch/train.py; `root` is the repository, where default files lie."""
     return job_arguments("Trains a visual generative model with DeepSpeed.", "launch/train.py", root, argv)
@@ -92,19 +85,14 @@ def train_arguments(root: Path, argv: Sequence[str] | None = None) -> Options:
 
 def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | None = None) -> Options:
     """Options of a script that takes a recipe, a DeepSpeed JSON and overrides. --help ends the process."""
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG))
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
     for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--deepspeed"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--local_rank", "--local-rank", type=int)            # the environment says it, too
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(argv)
-    if parsed.help:
-        print(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG),
-              end="")
-        raise SystemExit(0)
+    parser.told(parsed)
     if unknown:
         raise ConfigError(*(_unknown_option(option, parser) for option in unknown))
     for override in parsed.overrides:
@@ -144,47 +132,6 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
     if problems:
         raise ConfigError(*problems)
     return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
-
-
-def positive(text: str) -> int:
-    """An argument that counts something: an integer above 0."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """An integer from 0 on."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def scale(text: str) -> float:
-    """A finite number from 0 on."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
-
-
-def labels(text: str) -> tuple[int, ...]:
-    """Classes, as 3,5,5."""
-    return tuple(count(word.strip()) for word in text.split(","))
-
-
-def lines(text: str) -> tuple[str, ...]:
-    """The lines of a text file that are not empty."""
-    try:
-        found = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {error}") from None
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text} holds no line of text")
-    return found
 
 
 def describe(job: Job) -> str:
@@ -259,7 +206,7 @@ def _conflicts(run: Run) -> list[str]:
     """What the model section and the others say differently, as far as every system's names tell."""
     model, problems = run.model, []
     size, classes = model.get("image_size"), model.get("num_classes")
-    if size is not None and size != run.data.image_size:
+    if isinstance(size, int) and size != run.data.image_size:             # a pair is its own system's to compare
         problems.append(f"data.image_size={run.data.image_size} and model.image_size={size} differ: make both equal")
     out = [label for label in run.samples.labels or () if classes is not None and label >= classes]
     if out:
@@ -285,6 +232,8 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
                     "data.held_out_path"]
         system = systems.build(run.system, run.model)
         system.accepts(source)
+        if problem := _prompts(run, system):
+            return [problem]
         there, known = len(source.classes), run.model.get("num_classes")
         if known is not None and there > known and "label" in system.conditions(1):
             return [f"data.path={run.data.path} has {there} classes, model.num_classes={known}: labels would be out of "
@@ -300,14 +249,33 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
     return []
 
 
+def _prompts(run: Run, system: Any) -> str | None:
+    """What keeps the grids of training from being drawn as the recipe says; a text encoder is tried here."""
+    wanted = run.samples
+    if wanted.prompts and not (system.takes_texts and system.generates):
+        return f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out"
+    if wanted.num_frames is not None and not (system.generates and system.num_frames):
+        return f"samples.num_frames={wanted.num_frames}: {run.system} draws no videos; leave it out"
+    unit = system.temporal_patch_size
+    if wanted.num_frames is not None and (wanted.num_frames - 1) % unit:
+        return f"samples.num_frames={wanted.num_frames}: clips of this model have 1 + k * {unit} frames"
+    if wanted.num_frames is not None and wanted.num_frames > system.num_frames:
+        return f"samples.num_frames={wanted.num_frames}: this model's clips have {system.num_frames} at most"
+    if wanted.prompts:
+        system.conditions_from_texts([wanted.prompts[0]])
+    return None
+
+
 def _paths(run: Run) -> list[str]:
+    from dstrain.data.sources import BUILTINS
+
     problems = []
     for key, path in (("data.path", run.data.path), ("data.held_out_path", run.data.held_out_path)):
         if path is None:
             continue
         if path.startswith("builtin:"):
-            if path not in ("builtin:fashion", "builtin:emoji-pairs"):
-                problems.append(f"{key}={path}: the built-in data sets are builtin:fashion and builtin:emoji-pairs")
+            if path not in BUILTINS:
+                problems.append(f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}")
         elif not os.path.exists(path):
             problems.append(f"{key}={path} does not exist: give a folder of data, or builtin:fashion")
         elif os.path.isdir(path) and not any(os.scandir(path)):

@@ -64,16 +64,25 @@ class Codes(Section):
     """What the index of a cache says: filled in, not written by hand. See dstrain/data/shards.py."""
 
     kind: Literal["latents", "tokens"]
-    shape: tuple[PositiveInt, ...]           # of one image's codes
+    shape: tuple[PositiveInt, ...]           # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
     flips: Literal[1, 2]                     # 2: of the mirrored image, too
     scaling_factor: float | None             # of latents: 1 / their standard deviation
     first_stage: str                         # fingerprint of what encoded them
+    codebook_size: int | None = None         # of tokens: number of ids that there may be; None: an older index
+    text: tuple[PositiveInt, PositiveInt] | None = None    # (L, E) of text_encodings beside them
 
 
 class Data(Section):
-    path: str = "builtin:fashion"            # a folder of images, one subfolder a class; or of cached latents; or
-                                             # builtin:fashion
-    image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square
+    path: str = "builtin:fashion"            # a folder of images or clips, one subfolder a class; or of what encode.py
+                                             # cached; or builtin:fashion, builtin:moving-fashion
+    image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square; of clips the width
+    height: PositiveInt | None = None        # of clips, pixels; None: image_size
+    num_frames: PositiveInt | None = None    # of clips; None: images. An image is a clip of one real frame
+    frame_stride: PositiveInt = 1            # of clips: one frame of so many is taken
+    captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
+                                             # caption; None: X.txt beside X.mp4, else the names of class folders
+    images: str | None = None                # a folder of images that are mixed into the clips
+    image_share: Fraction = 0.2              # of the training samples, where `images` is given
     channels: Literal[1, 3, 4] = 3           # 1 converts to grey, 4 keeps transparency (RGBA)
     flip: bool = True                        # horizontal flips, drawn for each sample and step
     held_out: Fraction = 0.0                 # share of a folder kept for evaluation; the built-in set has its own
@@ -84,7 +93,7 @@ class Data(Section):
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
-    @field_validator("path", "held_out_path")
+    @field_validator("path", "held_out_path", "captions", "images")
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
@@ -92,7 +101,16 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
+        clips = {"height": self.height, "captions": self.captions, "images": self.images,
+                 "frame_stride": self.frame_stride != 1 or None}
+        said = [f"data.{name}" for name, value in clips.items() if value is not None]
         _refuse(
+            (said and self.num_frames is None, f"{', '.join(said)}: of clips, not of images: leave it out, or write "
+             "data.num_frames=17, say"),
+            (self.num_frames and self.channels == 4, "data.channels=4: clips have no transparency: write "
+             "data.channels=3"),
+            (self.images and not 0 < self.image_share < 1, f"data.image_share={self.image_share:g} lies between 0 and "
+             "1: leave data.images out for no images; for images alone write their folder as data.path"),
             (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
             (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
              f"{self.held_out_path} both name held-out images: give one of the two"),
@@ -183,6 +201,8 @@ class Samples(Section):
 
     num: PositiveInt = 40
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
+    prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
+    num_frames: PositiveInt | None = None    # of videos; None: the model's
     sampler: str = "ddim"
     num_steps: PositiveInt = 50              # network evaluations for each picture
     guidance_scale: NonNegative = 1.0        # 1 is none
@@ -191,7 +211,12 @@ class Samples(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":
-        _refuse((self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"))
+        _refuse(
+            (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
+            (self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)), "samples.prompts="
+             f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none"),
+            (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
+        )
         return self
 
 

@@ -93,16 +93,14 @@ def embed(order: Order) -> dict[str, Any]:
 
 def _plan(order: Order, encoders: Encoders, source: Any) -> dict[str, Any]:
     """All that the bytes depend on."""
-    pooled = {"pooling": "cls"} if encoders.text.pooling == "cls" else {}
-    both = {name: fingerprint({"class": type(tower.model).__name__} | how,
-                              tower.state_dict() | dict(tower.named_buffers()))
-            for name, tower, how in (("image", encoders.image, {}), ("text", encoders.text, pooled))}
+    image = encoders.image
+    seen = fingerprint({"class": type(image.model).__name__}, image.state_dict() | dict(image.named_buffers()))
     kept = {name: value for name, value in asdict(order).items()
             if name in ("text_encodings", "batch", "shard_size", "dtype")}
     return {**kept, "pairs": len(source), "image_embed_dim": encoders.image.embed_dim,
             "text_embed_dim": encoders.text.embed_dim, "max_text_len": encoders.text.max_length,
-            "text_encodings_dim": encoders.text.encodings_dim, "image_encoder": both["image"],
-            "text_encoder": both["text"], "data": source.fingerprint(), "complete": False}
+            "text_encodings_dim": encoders.text.encodings_dim, "image_encoder": seen,
+            "text_encoder": encoders.text.fingerprint(), "data": source.fingerprint(), "complete": False}
 
 
 def _claimed(out: Path) -> Any:

@@ -45,7 +45,7 @@ class Order:
     raw: bool = False                             # the training weights instead of an average
     step: int | None = None                       # checkpoint; None: the newest whole one
     batch: int = 32                               # samples of one rank at a time
-    data: str | None = None                       # another folder of images, all of it
+    data: str | None = None                       # another folder of images or videos, all of it
     bf16: bool = False                            # networks in bf16 instead of float32
     out: Path | None = None                       # None: FOLDER/evaluation
 
@@ -215,6 +215,9 @@ def _other_data(order: Order, run: Run, classes: int | None) -> Any:
     if path.startswith("builtin:"):
         raise ConfigError(f"--data {path}: name a folder of images")
     try:
+        if data.num_frames is not None:                                  # with captions of their own
+            return open_sources(data.model_copy(update={"path": path, "held_out": 0.0, "held_out_path": None,
+                                                        "images": None, "captions": None}))[0]
         if labelled:                                                     # by the class names of the training data
             source = open_images(data.path, data.image_size, channels=data.channels, split="held_out",
                                  held_out_path=path, draft=data.draft)

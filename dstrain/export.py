@@ -1,6 +1,7 @@
 """A trained run as a folder of its own, read back and compared with the trained networks.
 
-    diffusers      what diffusers loads: how stands in the system's own folder, systems/SYSTEM/to_diffusers.py
+    diffusers      what diffusers loads: how stands in the system's own folder, systems/SYSTEM/to_diffusers.py; with a
+                   model card, README.md
     safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
 """
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dstrain import ranks, recipe, runs, systems
+from dstrain import card, ranks, recipe, runs, systems
 from dstrain.config import ConfigError, Run
 from dstrain.data import order as orders
 from dstrain.data.batches import held_out
@@ -29,7 +30,8 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.systems.base import Example, System
 from dstrain.weights import read
 
-_BATCH = 32
+_BATCH = 32                   # samples of the data at a time
+_PROBE = 4                    # random samples that are compared
 _TOLERATED = 1e-5             # relative; the same float32 operations in the same order agree to the bit
 
 
@@ -79,10 +81,14 @@ def export(order: Order) -> Exported:
         else:
             nets = runs.networks(system, checkpoint, kinds, torch.float32)
             done = _in_diffusers(order, run, system, nets, writer, tmp)
-        wrong = {name: error for name, error in done.errors.items() if not error <= _TOLERATED}
+        limits = getattr(writer, "TOLERATED", {})
+        wrong = {name: error for name, error in done.errors.items() if not error <= limits.get(name, _TOLERATED)}
         if wrong:
             raise ValueError(f"{order.run} read back from {done.name} differs from the trained network by "
                              f"{', '.join(f'{error:.1e} ({name})' for name, error in wrong.items())}: nothing is kept")
+        if writer is not None:
+            card.write(tmp, order.out.name, run, order.run, checkpoint, kinds, done.name, done.note,
+                       writer.about(system)[2], done.errors)
         if order.out.is_dir():
             order.out.rmdir()
         os.rename(tmp, order.out)
@@ -115,13 +121,21 @@ def _in_diffusers(order: Order, run: Run, system: System, nets: dict[str, nn.Mod
         found.update(_told(order, system, nets) if order.statistics else _measured(order.num, run, system, nets))
         return found
 
-    writer.save(system, nets, out, measured)
-    if order.statistics:                       # then nothing needs the run's data, which may be elsewhere
-        synthetic = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(_BATCH).items()}
-        example = system.encode(synthetic)
-    else:
-        example = next(_examples(_BATCH, run, system))
-    return Exported(writer.NAME, writer.errors(system, nets, out, example), found, getattr(writer, "NOTE", ""))
+    writer.save(system, nets, out, measured, lambda: _classes(run))
+    synthetic = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(_PROBE).items()}
+    # Both sides in whole float32: on a GPU convolutions would round to TF32, by algorithms of their own choice.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        errors = writer.errors(system, nets, out, system.encode(synthetic))
+    name, note, _ = writer.about(system)
+    return Exported(name, errors, found, note)
+
+
+def _classes(run: Run) -> tuple[str, ...]:
+    """Names of the labels, if the run's data are still there and say so."""
+    try:
+        return tuple(open_sources(run.data)[0].classes)
+    except (ValueError, OSError, AttributeError):
+        return ()
 
 
 def _writer(folder: Path, run: Run) -> ModuleType:

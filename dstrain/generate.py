@@ -1,16 +1,15 @@
-"""What a trained run draws: PNGs, a grid and the .npz that ADM's evaluation reads; or embeddings as one .npy.
+"""What a trained run draws: pictures or videos, a grid and the .npz that ADM's evaluation reads; or embeddings.
 
-Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution.
+Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution. Videos go on
+from given frames, and scene after scene, see scenes.py. What is written stands in written.py.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -19,8 +18,9 @@ from dstrain import draws, ranks, runs, systems
 from dstrain.config import ConfigError, Run
 from dstrain.data.pixels import read_pictures
 from dstrain.sampling import class_columns, draw, draw_all
+from dstrain.scenes import Length, frames_of_scenes, go_on, length, read_prime
 from dstrain.systems.base import Request, System
-from dstrain.track.pictures import Album, grid, save_png
+from dstrain.written import FORMATS, FPS, About, Embeddings, Pictures, folder_for
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,14 @@ class Order:
     low_res: Path | None = None                # pictures that the first run begins from: a folder, or an .npz
     batch: int = 16                            # pictures of one rank at a time
     out: Path | None = None                    # None: FOLDER/generated, of the last run
-    pngs: bool = True                          # one file for each picture, beside the grid and the .npz
+    pngs: bool = True                          # one file for each picture or clip, beside the grid and the .npz
+    # of systems that draw videos
+    num_frames: int | None = None              # of a clip or a scene, those included that are given
+    scenes: tuple[str, ...] | None = None      # texts of one long clip for each seed, instead of prompts
+    prime: Path | None = None                  # clips or pictures to go on from, repeated to num
+    prime_frames: int | None = None            # that are given, or go over from scene to scene
+    formats: tuple[str, ...] | None = None     # of files; None: all
+    fps: int = FPS
 
 
 Opened = tuple[Path, Run, System]
@@ -62,16 +69,21 @@ class Stage:
 def generate(order: Order) -> Path:
     """Draws and writes what is ordered, on all ranks together; the folder it wrote. ConfigError: what cannot be."""
     first, *then = (_systems(order.folder, order), *map(_systems, order.then))
-    given = _begin(order, first, then)
+    clip = _length(order, *first[1:])
+    given = _begin(order, first, then, clip)
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
-    request = _request(order, stages[0].run, stages[0].system, given)
-    out = ranks.from_first(_out(order) if ranks.rank() == 0 else None)
+    request, captions = _request(order, stages[0].run, stages[0].system, given, clip)
+    further = _further(order, stages[0].run, stages[0].system)
+    out = ranks.from_first(folder_for(order.out, stages[-1].folder) if ranks.rank() == 0 else None)
     with tqdm(total=order.num, unit="sample", disable=ranks.rank() != 0) as bar:
-        rounds = _drawn(stages, order, request)
+        rounds = _drawn(stages, order, request, further, clip)
         numbers, samples = next(rounds)                                   # an order that cannot be leaves no folder
         out.mkdir(parents=True, exist_ok=True)
         ranks.barrier()
-        keep = _Pictures(out, order, request) if samples.dtype == torch.uint8 else _Embeddings(out, order)
+        about = About(order.num, order.seed, class_columns(request), request.conditions.get("label"), captions,
+                      frames_of_scenes(order.scenes, clip) if order.scenes else None, order.pngs,
+                      order.formats or FORMATS, order.fps)
+        keep = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
         while numbers is not None:
             keep.add(numbers, samples)
             bar.update(len(numbers))
@@ -90,9 +102,6 @@ def _systems(folder: Path, order: Order | None = None) -> Opened:
         if "text_encoder" not in run.model:
             raise ConfigError(f"--text-encoder: {folder} trains {run.system}, which takes no texts; leave it out")
         run = run.model_copy(update={"model": run.model | {"text_encoder": order.text_encoder}})
-    if order and order.prompts and run.model.get("text_encoder", "") is None:
-        raise ConfigError(f"--prompts: {folder} was trained on cached embeddings and names no text encoder; give the "
-                          "one that made them, --text-encoder FOLDER or NAME")
     system = systems.build(run.system, run.model)
     if type(system).sample is System.sample:
         raise ConfigError(f"{folder} trains {run.system}, which draws nothing: what it shows is in {folder}/samples")
@@ -107,18 +116,48 @@ def _stage(folder: Path, run: Run, system: System, step: int | None = None, ema:
     return Stage(folder, run, system, runs.networks(system, checkpoint, kinds, dtype))
 
 
-def _begin(order: Order, first: Opened, then: list[Opened]) -> Tensor | None:
-    """The pictures that the first run begins from, where it does: uint8 (N, C, h, w). ConfigError: broken chains."""
+def _length(order: Order, run: Run, system: System) -> Length | None:
+    """How long clips are, None of pictures. ConfigError: words for videos where there are none, or that do not fit."""
+    said = {"--num-frames": order.num_frames, "--scenes": order.scenes, "--prime": order.prime,
+            "--prime-frames": order.prime_frames, "--format": order.formats}
+    said = [word for word, value in said.items() if value is not None]
+    if system.num_frames is None:
+        if said:
+            raise ConfigError(f"{said[0]}: {order.folder} trains {run.system}, which draws no videos; leave it out")
+        return None
+    for word in {"--scenes", "--prime"}.intersection(said):
+        if type(system).conditions_from is System.conditions_from:
+            raise ConfigError(f"{word}: {order.folder} trains {run.system}, which cannot go on from given frames; "
+                              "leave it out")
+    if "--prime-frames" in said and not {"--scenes", "--prime"}.intersection(said):
+        raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
+    if order.scenes is not None and (order.prompts or order.labels):
+        raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
+    clip = length(system, order.num_frames or run.samples.num_frames, order.prime_frames)
+    if {"--scenes", "--prime"}.intersection(said) and clip.given >= clip.frames:
+        raise ConfigError(f"{said[0]}: clips of {clip.frames} frames have no room for more; raise --num-frames")
+    return clip
+
+
+def _begin(order: Order, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
+    """What the first run begins from, where it does: pictures uint8 (N, C, h, w), or frames (N, K, C, H, W).
+
+    ConfigError: broken chains.
+    """
     folder, run, system = first
     if system.starts_from_data and order.low_res is None:
         raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
                           f"them from another run, launch/generate.py RUN --then {folder}")
     if order.low_res is not None and not system.starts_from_data:
         raise ConfigError(f"--low-res {order.low_res}: {folder} begins from noise and takes no pictures; leave it out")
+    if order.prime is not None:
+        return read_prime(order.prime, run.data, system.temporal_patch_size, clip.given, order.prime_frames is not None)
     size = run.data.image_size
     for folder, later, system in then:
         if not system.starts_from_data:
             raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
+        if clip is not None:
+            raise ConfigError(f"--then {folder}: this run goes on from pictures, and {order.folder} draws videos")
         if size >= later.data.image_size:
             raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
                               f"{size}: name a run that enlarges them")
@@ -130,31 +169,60 @@ def _begin(order: Order, first: Opened, then: list[Opened]) -> Tensor | None:
     return None if order.low_res is None else read_pictures(order.low_res, run.data.channels)
 
 
-def _request(order: Order, run: Run, system: System, given: Tensor | None) -> Request:
+def _request(order: Order, run: Run, system: System, given: Tensor | None,
+             clip: Length | None) -> tuple[Request, list[str] | None]:
+    """What the first run is to draw, and the texts that stand for it, one a sample."""
     wanted = run.samples
 
     def choice(asked: Any, own: Any) -> Any:
         return own if asked is None else asked
 
-    if order.prompts is not None:
-        if type(system).conditions_from_texts is System.conditions_from_texts:
-            raise ConfigError(f"--prompts: {order.folder} trains {run.system}, which takes no texts; leave it out")
-        conditions = system.conditions_from_texts([*islice(cycle(order.prompts), order.num)])
+    def repeated(texts: tuple[str, ...]) -> list[str]:
+        return [*islice(cycle(texts), order.num)]
+
+    texts = choice(order.prompts, None if order.labels else wanted.prompts)
+    if order.scenes is not None:
+        captions = repeated(("; ".join(order.scenes),))
+        conditions = _told(order, run, system, repeated(order.scenes[:1]))
+    elif texts is not None:
+        captions = repeated(texts)
+        conditions = _told(order, run, system, captions)
     else:
-        conditions = system.conditions(order.num, choice(order.labels, wanted.labels))
+        captions, conditions = None, system.conditions(order.num, choice(order.labels, wanted.labels))
     if given is not None:
         conditions |= system.conditions_from(given[torch.arange(order.num) % len(given)])
     return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
-                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale))
+                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale),
+                   clip and clip.frames), captions
 
 
-def _drawn(stages: list[Stage], order: Order, request: Request) -> Iterator[tuple[Tensor, Tensor]]:
-    """(numbers, samples) of each round, carried through all stages."""
+def _told(order: Order, run: Run, system: System, texts: list[str]) -> dict[str, Tensor]:
+    """The conditions of texts. ConfigError: the system takes none, or nothing is there to encode them."""
+    word = "--scenes" if order.scenes is not None else "--prompts"
+    if not system.takes_texts:
+        raise ConfigError(f"{word}: {order.folder} trains {run.system}, which takes no texts; leave it out")
+    try:
+        return system.conditions_from_texts(texts)
+    except ValueError as error:
+        advice = " (--text-encoder PATH)" if run.model.get("text_encoder", "") is None else ""
+        raise ConfigError(f"{word}: {order.folder}: {error}{advice}") from None
+
+
+def _further(order: Order, run: Run, system: System) -> list[dict[str, Tensor]]:
+    """Conditions of the scenes behind the first, (1, ...) each."""
+    return [_told(order, run, system, [text]) for text in (order.scenes or ())[1:]]
+
+
+def _drawn(stages: list[Stage], order: Order, request: Request, further: list[dict[str, Tensor]],
+           clip: Length | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(numbers, samples) of each round, carried through all scenes or stages."""
     chunk = min(order.batch, order.num)
     first, *then = stages
     told = [_passed_on(request, stage, order) for stage in then]
     for numbers, samples in draw(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
+        if further:
+            samples = go_on(first.system, first.networks, samples, seeds, further, clip.given, request, chunk)
         for stage, all_conditions in zip(then, told):
             wanted = stage.run.samples
             # Other seeds than the first run's: its noise is what the pictures were made of.
@@ -176,69 +244,3 @@ def _passed_on(request: Request, stage: Stage, order: Order) -> dict[str, Tensor
         return stage.system.conditions(order.num, given)
     except ValueError as error:
         raise ConfigError(f"--then {stage.folder}: {error}") from None
-
-
-# ------------------------------------------------------------------------------------------------------ what is written
-
-
-class _Pictures:
-    """PNGs, a grid of the first 256, and the .npz, written as they come."""
-
-    def __init__(self, out: Path, order: Order, request: Request) -> None:
-        self.out, self.order, self.columns = out, order, class_columns(request)
-        self.first: list[Tensor] = []
-        self.album: Album | None = None
-
-    def add(self, numbers: Tensor, images: Tensor) -> None:
-        for number, image in zip(numbers.tolist(), images) if self.order.pngs else ():
-            if number % ranks.world() == ranks.rank():
-                save_png(self.out / f"{self.order.seed + number:06d}.png", image.permute(1, 2, 0).numpy())
-        if ranks.rank() == 0:
-            if sum(map(len, self.first)) < 256:
-                self.first.append(images)
-            # The layout of ADM's evaluator: uint8 (N, H, W, 3), grey repeated.
-            array = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
-            self.album = self.album or Album(self.out, (self.order.num, *array.shape[1:]))
-            self.album.add(array)
-
-    def close(self) -> None:
-        if ranks.rank() == 0:
-            save_png(self.out / "grid.png", grid(torch.cat(self.first)[:256], self.columns))
-            self.album.close()
-
-
-class _Embeddings:
-    """embeddings.npy float32 (N, D), and the texts that they were drawn for."""
-
-    def __init__(self, out: Path, order: Order) -> None:
-        self.out, self.order, self.rows = out, order, []
-
-    def add(self, numbers: Tensor, embeddings: Tensor) -> None:
-        self.rows.append(embeddings)
-
-    def close(self) -> None:
-        if ranks.rank() == 0:
-            np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
-            if self.order.prompts:
-                texts = islice(cycle(self.order.prompts), self.order.num)
-                (self.out / "prompts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-
-
-def _out(order: Order) -> Path:
-    """The folder to write into: the one asked for, or the first of generated, generated_2, ... that is unused."""
-    def used(path: Path) -> bool:
-        return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
-
-    if order.out is not None:
-        there = next(path for path in (order.out.absolute(), *order.out.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {order.out} cannot be made below {there}: name a folder that can be written")
-        if used(order.out):
-            raise ConfigError(f"--out {order.out} holds pictures of another order: name another folder, or empty it")
-        return order.out
-    parent = (order.folder, *order.then)[-1]
-    number, path = 1, parent / "generated"
-    while used(path):
-        number += 1
-        path = parent / f"generated_{number}"
-    return path

@@ -7,6 +7,7 @@ from RANK/WORLD_SIZE/LOCAL_RANK, SLURM_* or OMPI_*. The process group itself is 
 import functools
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,6 +64,27 @@ def barrier() -> None:
     """Waits for all ranks, and for nothing on their GPUs."""
     if world() > 1:
         dist.barrier(group=_control())
+
+
+def leave(seconds: float = 60.0) -> None:
+    """The last word of a command: no rank ends its process while another is still exchanging words.
+
+    A barrier is none: who is out of it first and ends closes connections on which another may still read (gloo's issue
+    155), and rank 0 takes the store along. So each says in the store that it is out, and rank 0 leaves last. A rank
+    that has died is waited for no longer than `seconds`: its launcher tells of it.
+    """
+    if world() == 1:
+        return
+    barrier()
+    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
+    try:
+        for word, waits in (("out", True), ("left", rank() == 0)):
+            if store.add(f"dstrain/{word}", 1) == world():
+                store.set(f"dstrain/all_{word}", "1")
+            if waits:
+                store.wait([f"dstrain/all_{word}"], patience)
+    except dist.DistError:
+        pass
 
 
 @functools.cache

@@ -31,15 +31,17 @@ _SYNONYMS = {
     "log_every": "every.report", "ckpt_every": "every.save", "save_interval": "every.save",
 }
 # What may not change when a run goes on: it would be another run. Whole sections or single keys.
-_FIXED = ("system", "model", "data.image_size", "data.channels", "data.flip", "data.held_out",
-          "data.draft", "batch.global", "seed", "optimizer", "ema")
+_FIXED = ("system", "model", "data.image_size", "data.height", "data.num_frames", "data.frame_stride", "data.channels",
+          "data.flip", "data.held_out", "data.draft", "batch.global", "seed", "optimizer", "ema")
 # The data's path may move, since their fingerprint is compared; these decide how, not what.
 _FREE = ("model.recompute", "model.guidance_channels", "model.timestep_respacing", "model.evaluate_steps",
-         "model.num_candidates", "optimizer.decay_steps")
+         "model.num_candidates", "model.loss_chunk", "model.decoding.sample_temperature",
+         "model.decoding.confidence_temperature", "model.decoding.critic_noise", "model.decoding.critic_noise_schedule",
+         "optimizer.decay_steps")
 # Null in what was written before these were filled in, and where a first stage is a name on the hub.
 # Without a text encoder nothing was encoded in training: one may be named later, for prompts.
 _FILLED_IN = ("model.first_stage.scaling_factor", "model.first_stage.shift", "model.first_stage.fingerprint",
-              "model.text_encoder")
+              "model.text_encoder", "model.tokenizer.path", "model.tokenizer.fingerprint")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -117,8 +119,9 @@ def refusals(changes: Iterable[Change], folder: Path) -> ConfigError:
         remedy = f"write {key}={_text(old)} to keep it"
         if key.startswith("model.codes."):                   # filled in from the data: what is written here is lost
             remedy = "give the data.path of the earlier latents"
-        elif key == "model.first_stage.fingerprint":
-            remedy = "put the earlier autoencoder back at model.first_stage.path"
+        elif key in ("model.first_stage.fingerprint", "model.tokenizer.fingerprint"):
+            kind = "autoencoder" if "first_stage" in key else "tokenizer"
+            remedy = f"put the earlier {kind} back at {key.removesuffix('fingerprint')}path"
         elif key == "optimizer.decay_steps":
             remedy = f"the learning rate decays until this step; write optimizer.decay_steps={old} to keep it"
         lines.append(f"{key} was {_text(old)} in {folder} and is now {_text(new)}: {remedy}, --allow-change to go on "

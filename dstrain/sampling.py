@@ -30,7 +30,8 @@ def resting(nets: Nets) -> Iterator[None]:
 
 @torch.no_grad()
 def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and uint8 (n, C, H, W).
+    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
+    of them, (n, ...).
 
     All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
     """
@@ -40,7 +41,7 @@ def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[t
         index = mine % total                                              # the last chunks are filled up, then dropped
         part = Request(request.seeds[index].to(ranks.device()),
                        {name: value[index].to(ranks.device()) for name, value in request.conditions.items()},
-                       request.num_steps, request.sampler, request.guidance_scale)
+                       request.num_steps, request.sampler, request.guidance_scale, request.num_frames)
         with resting(nets):
             images = ranks.gather(system.sample(nets, part)).cpu()
         numbers = begin + torch.arange(chunk * world)
@@ -48,13 +49,13 @@ def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[t
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor:
-    """All samples of a request at once: uint8 (N, C, H, W) on the CPU."""
+    """All samples of a request at once, (N, ...) on the CPU."""
     return torch.cat([images for _, images in draw(system, nets, request, chunk)])
 
 
 @torch.no_grad()
 def picture_all(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor]:
-    """The system's pictures of a batch that all ranks hold: uint8 (N, C, H, W) each, on the CPU of all ranks."""
+    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the CPU of all ranks."""
     found: dict[str, list[Tensor]] = {}
     total, world = len(batch["key"]), ranks.world()
     for begin in range(0, total, chunk * world):
@@ -76,10 +77,12 @@ def class_columns(request: Request, most: int = 20) -> int | None:
 
 
 @torch.no_grad()
-def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, float]:
+def score(system: System, nets: Nets, batches: Iterable[Batch],
+          curves: dict[str, list[float]] | None = None) -> dict[str, float]:
     """Means over held-out samples of the system's evaluation terms, the same for any world size.
 
-    A batch's `valid` bool (B,) marks what is data and what only fills up a rank's last batch.
+    A batch's `valid` bool (B,) marks what is data and what only fills up a rank's last batch. `curves` receives the
+    means of terms (B, K), such as the use of each token.
     """
     sums: dict[str, Tensor] = {}
     count = torch.zeros((), dtype=torch.float64)
@@ -98,4 +101,7 @@ def score(system: System, nets: Nets, batches: Iterable[Batch]) -> dict[str, flo
     means = {name: part.view_as(sums[name])
              for name, part in zip(names, (flat[:-1] / flat[-1]).split([sums[name].numel() for name in names]))}
     figures = {name: mean.item() for name, mean in means.items() if mean.ndim == 0}
-    return figures | system.digest({name: mean for name, mean in means.items() if mean.ndim == 1})
+    columns = {name: mean for name, mean in means.items() if mean.ndim == 1}
+    if curves is not None:
+        curves |= {name: mean.tolist() for name, mean in columns.items()}
+    return figures | system.digest(columns)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             score, best = None, False
             if unseen and due(run.every.evaluate, done, last) and not stop:
                 with clock.paused():
-                    scores = held_out_scores(run, system, engines, ema, unseen, micro)
-                    tracker.scores(done, scores)
+                    scores, curves = held_out_scores(run, system, engines, ema, unseen, micro)
+                    tracker.scores(done, scores, curves)
                     score = scores["loss"] if run.save.best else None
                     best = score is not None and saves.improves(score)
             if due(run.every.save, done) or last or best:
@@ -104,6 +105,7 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             at = saves.store.folder / f"step_{saved:08d}"
             tracker.model(done, lambda into: write_parts(at, system.averaged or engines, run.samples.ema, into))
         tracker.note(farewell(run, folder, first, done, saved, stops))
+        ranks.leave()                                             # still deaf to signals: all is saved
     finally:
         batches.close()
         tracker.close()
@@ -161,30 +163,37 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
         shown = next(held_out(source, min(wanted.num, len(source)), seed=run.seed))           # the same on every rank
     with ema.swapped(wanted.ema):
         if system.generates:
-            num = len(shown["key"]) if shown else wanted.num
-            conditions = system.conditions(num, wanted.labels)
+            num, captions = len(shown["key"]) if shown else wanted.num, None
+            if wanted.prompts:
+                captions = [*islice(cycle(wanted.prompts), num)]
+                conditions = system.conditions_from_texts(captions)
+            else:
+                conditions = system.conditions(num, wanted.labels)
             if shown:
                 conditions |= system.conditions_from(shown["image"]) | {name: shown[name] for name in conditions}
             request = Request(wanted.seed + torch.arange(num), conditions, wanted.num_steps, wanted.sampler,
-                              wanted.guidance_scale)
+                              wanted.guidance_scale, wanted.num_frames)
             images = draw_all(system, engines.modules, request, chunk)
-            tracker.samples(done, images, columns=class_columns(request))
+            tracker.samples(done, images, columns=class_columns(request), captions=captions)
         if shown:
             for name, images in picture_all(system, engines.modules, shown, chunk).items():
                 tracker.samples(done, images, name)
 
 
 def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
-                    batch: int) -> dict[str, float]:
-    """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights."""
+                    batch: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights; the EMA's
+    curves, which are no timesteps', such as the use of each token.
+    """
     source = Spread(source, run.every.evaluate_samples or None)
 
-    def means() -> dict[str, float]:
+    def means(curves: dict[str, list[float]]) -> dict[str, float]:
         return score(system, engines.modules, held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(),
-                                                       run.seed))
-    raw = {f"raw/{name}": value for name, value in means().items()}
+                                                       run.seed), curves)
+    raw = {f"raw/{name}": value for name, value in means({}).items()}
+    curves: dict[str, list[float]] = {}
     with ema.swapped(run.samples.ema):
-        return means() | raw
+        return means(curves) | raw, curves
 
 
 def due(interval: int, done: int, last: bool = False) -> bool:
@@ -195,6 +204,7 @@ def farewell(run: Run, folder: Path, first: int, done: int, saved: int, stops: S
     if first == run.steps:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
     if done == run.steps:
-        return f"complete: {done} steps, saved in {folder / 'checkpoints'}, samples in {folder / 'samples'}"
+        drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
+        return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
     reason = stops.reason or "another rank was stopped"
     return f"stopped at step {done} ({reason}), step {saved} is saved; the same command goes on"

@@ -1,6 +1,7 @@
 """Weights to start from: published files, exports and dstrain's own runs, read without running what is in them."""
 
 import argparse
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,13 +17,18 @@ from dstrain.engine.store import Store
 from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
+_INDEX = "model.safetensors.index.json"
+_MODEL = "diffusion_pytorch_model"                # what diffusers calls its files
+_INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
 def fitted(path: Path, system: System) -> Adapted:
     """Weights in `path` as the system's networks take them: {part: (values by state-dict name, what was changed)}.
 
-    `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, or
-    a file as `read` takes, for the first part. Other parts may be absent from either: an adversary may join later.
+    `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
+    consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
+    it) or what `read` takes. Other parts may be absent: an adversary may join later. What was changed begins with a
+    line that counts what was loaded, replaced and left.
     ValueError: unreadable, or it does not fit, with the remedy.
     """
     if (path / "checkpoints").is_dir():
@@ -32,14 +38,55 @@ def fitted(path: Path, system: System) -> Adapted:
         path = newest[1]
     elif (path / "manifest.json").exists():
         whole(path)
-    if not list(path.glob("*-of-*.safetensors")) or not (path / "manifest.json").exists():
-        part = next(iter(system.parts))
-        return {part: system.adapt(part, read(path))}
     first, *others = system.parts
-    there = [first, *(part for part in others if list(path.glob(f"{part}-*-of-*.safetensors")))]
-    found = {part: system.adapt(part, read_weights(path, part, checkpoint_kind(path, part))) for part in there}
+    if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
+        there = [first, *(part for part in others if list(path.glob(f"{part}-*-of-*.safetensors")))]
+        found = {part: _adapted(system, part, read_weights(path, part, checkpoint_kind(path, part)), path)
+                 for part in there}
+    elif (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
+        there = [first, *(part for part in others if (path / part).is_dir())]        # launch/consolidate.py's
+        found = {part: _adapted(system, part, read(path / part), path / part) for part in there}
+    elif (path / f"{first}.safetensors").exists():
+        there = [first, *(part for part in others if (path / f"{part}.safetensors").exists())]   # launch/export.py's
+        files = {part: path / f"{part}.safetensors" for part in there}
+        found = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
+    elif config := _config_of_diffusers(path, system):
+        said = json.loads(config.read_text(encoding="utf-8"))
+        state, notes = system.from_diffusers(read(config.parent), said)
+        values, changed = _adapted(system, first, state, f"{config.parent} ({said['_class_name']})")
+        return {first: (values, [*changed, *notes])}
+    else:
+        return {first: _adapted(system, first, read(path), path)}
     found[first][1].extend(f"{part} is not in {path} and begins anew" for part in others if part not in there)
     return found
+
+
+def _adapted(system: System, part: str, state: dict[str, Tensor],
+             origin: object) -> tuple[dict[str, Tensor], list[str]]:
+    """What the system makes of a part's weights, and what to know of it, first of all how many came as they are."""
+    values, notes = system.adapt(part, state)
+    given, taken = ({tensor.data_ptr() for tensor in of.values()} for of in (state, values))
+    loaded = sum(tensor.data_ptr() in given for tensor in values.values())
+    left = sum(tensor.data_ptr() not in taken for name, tensor in state.items() if name not in values)
+    counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
+    return values, [f"{part}: {counts}, from {origin}", *notes]
+
+
+def _config_of_diffusers(path: Path, system: System) -> Path | None:
+    """config.json of a network that diffusers has saved, in `path` or where a pipeline there keeps it; None: it is
+    no folder of diffusers. ValueError: it is one, without what this system takes.
+    """
+    inner = path / system.in_pipeline / "config.json"
+    for config in (path / "config.json", inner):
+        try:
+            if config.is_file() and "_class_name" in json.loads(config.read_text(encoding="utf-8")):
+                return config
+        except (OSError, ValueError, TypeError):
+            raise ValueError(f"weights: {config} is damaged: copy it again from where it comes") from None
+    if (path / "model_index.json").is_file():
+        raise ValueError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, of which "
+                         "this system begins; name the folder of one network")
+    return None
 
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
@@ -83,8 +130,17 @@ def read(path: str | Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if path.is_dir() and not files:
         files = sorted(path.glob("prior/*.safetensors"))                 # diffusers' folder of all that a prior is
+    if (plain := path / f"{_MODEL}.safetensors") in files:               # beside it in other precisions
+        files = [file for file in files if file == plain or not file.name.startswith(f"{_MODEL}.")]
+    elif not files and (path / f"{_MODEL}.bin").exists():
+        files = [path := path / f"{_MODEL}.bin"]
+    for index in (path / name for name in _INDICES):
+        if index.exists():
+            files = _listed(index)
     if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"weights: there is no file {path} (.safetensors or .pt), nor a folder with *.safetensors")
+        absent = next((file for file in files if file.parent == path and not file.is_file()), path)
+        raise ValueError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with "
+                         "*.safetensors")
     if all(file.suffix == ".safetensors" for file in files):
         state: dict[str, Tensor] = {}
         for file in files:
@@ -106,6 +162,15 @@ def read(path: str | Path) -> dict[str, Tensor]:
         inner = (content.get(name) for name in ("ema", "model", "weights"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _named(content, path)
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that a folder's index names."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in sorted({Path(name).name for name in names})]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"weights: {index} is damaged: copy it again from where it comes") from None
 
 
 def _named(state: object, path: Path) -> dict[str, Tensor]:

@@ -3,73 +3,74 @@
 import argparse
 from pathlib import Path
 
-from dstrain import cli
+from dstrain import cli, options
 
 _HELP = """\
 Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
 
 usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [options]
 
-  RUN                   a run of an autoencoder, for example runs/vae-small
+  RUN                   a run of an autoencoder or of a video tokenizer, for example runs/vae-small, or what
+                        launch/export.py RUN --format safetensors has made of it
   --first-stage PATH    instead: a diffusers AutoencoderKL, a folder or a name on the hub
   --out DIR             where to write; the same command again makes what is missing or damaged
-  --data PATH           a folder of images, or builtin:fashion (the run's)
+  --data PATH           a folder of images, of videos for a run that learned from videos, or builtin:... (the run's)
   --split NAME          train, held_out or all (train)
   --held-out FRACTION   share of the folder that is held out (the run's, or 0)
   --image-size N        pixels (the run's)
-  --batch N             images of one call of the first stage (32)
-  --dtype NAME          of latents: float16 or float32 (float16)
-  --no-flip             without the mirrored images: half the size, and no data.flip
+  --batch N             images or clips of one call of the first stage (32)
+  --dtype NAME          of latents and texts: float16 or float32 (float16)
+  --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
   --ema DECAY | --raw   of a run: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     of a run: the step to load (the newest whole one)
-  --max-bad-fraction F  unreadable images that are replaced before it ends (0.01)
+  --max-bad-fraction F  unreadable files that are replaced before it ends (0.01)
+
+of videos, whose captions are kept, too:
+  --clips N             so many windows of each, evenly spaced (one, of the middle)
+  --captions FILE       lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4
+  --text-encoder PATH   what encodes the captions, such as a T5 encoder: a folder or a name on the hub (none)
+  --max-text-len N      text tokens (what the encoder takes)
 
 for a prior, pairs of embeddings of captioned images (X.png and X.txt, or tar shards), which data.path=DIR trains on:
   --image-encoder PATH  a CLIP model: a folder or a name on the hub; --data, --batch, --dtype, --shard-size as above
-  --text-encoder PATH   the same, or a sentence encoder
+  --text-encoder PATH   the same, or a sentence encoder; --max-text-len as above
   --text-encodings      a vector for each text token, too
-  --max-text-len N      text tokens (what the encoder takes)
 
 examples:
   python launch/encode.py runs/vae-small --out latents/fashion
   deepspeed launch/encode.py --first-stage stabilityai/sd-vae-ft-mse --data /data/imagenet/train --image-size 256 \\
       --out latents/imagenet256
+  deepspeed launch/encode.py runs/phenaki-tokenizer-small --out tokens/moving
 """
 
 
 def _order(argv: list[str] | None = None):
-    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser = options.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--first-stage", "--first_stage")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data")
     parser.add_argument("--split", choices=("train", "held_out", "all"), default="train")
-    parser.add_argument("--held-out", "--held_out", type=_share)
-    parser.add_argument("--image-size", "--image_size", type=cli.positive)
-    parser.add_argument("--batch", type=cli.positive, default=32)
+    parser.add_argument("--held-out", "--held_out", type=options.share)
+    parser.add_argument("--image-size", "--image_size", type=options.positive)
+    parser.add_argument("--batch", type=options.positive, default=32)
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
     parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
-    parser.add_argument("--shard-size", "--shard_size", type=cli.positive, default=4096)
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ema", type=float)
-    weights.add_argument("--raw", action="store_true")
-    parser.add_argument("--checkpoint", type=cli.count, dest="step")
-    parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=_share, default=0.01)
+    parser.add_argument("--shard-size", "--shard_size", type=options.positive, default=4096)
+    parser.add_weights()
+    parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=options.share, default=0.01)
     parser.add_argument("--image-encoder", "--image_encoder")
     parser.add_argument("--text-encoder", "--text_encoder")
-    parser.add_argument("--max-text-len", "--max_text_len", type=cli.positive)
+    parser.add_argument("--max-text-len", "--max_text_len", type=options.positive)
+    parser.add_argument("--clips", type=options.positive)
+    parser.add_argument("--captions")
     parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
-    parser.add_argument("--local_rank", "--local-rank", type=int)
-    words = vars(parser.parse_args(argv))
-    if words.pop("help"):
-        print(_HELP, end="")
-        raise SystemExit(0)
-    del words["local_rank"]
-    embeds = {name: words.pop(name) for name in ("image_encoder", "text_encoder", "max_text_len", "text_encodings")}
-    if any(embeds.values()):
-        return _pairs(words, embeds, parser)
+    words = parser.words(argv)
+    alone = words["run"] is None and words["first_stage"] is None                # then texts are one of two towers
+    if words["image_encoder"] or words["text_encodings"] or alone and (words["text_encoder"] or words["max_text_len"]):
+        return _pairs(words, parser)
+    del words["image_encoder"], words["text_encodings"]
     if (words["run"] is None) == (words["first_stage"] is None):
         raise cli.ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
     if words["out"] is None:
@@ -82,8 +83,9 @@ def _order(argv: list[str] | None = None):
     return Order(**words)
 
 
-def _pairs(words: dict, embeds: dict, parser: argparse.ArgumentParser):
+def _pairs(words: dict, parser: argparse.ArgumentParser):
     """The order for embedding pairs."""
+    embeds = {name: words.pop(name) for name in ("image_encoder", "text_encoder", "max_text_len", "text_encodings")}
     kept = {name: words.pop(name) for name in ("out", "data", "batch", "dtype", "shard_size", "max_bad_fraction")}
     for name in ("out", "data"):
         if kept[name] is None:
@@ -98,13 +100,6 @@ def _pairs(words: dict, embeds: dict, parser: argparse.ArgumentParser):
     return Order(**kept, **embeds)
 
 
-def _share(text: str) -> float:
-    value = cli.scale(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
-    return value
-
-
 def main() -> None:
     order = _order()
     from dstrain import embed, encode, ranks
@@ -117,14 +112,19 @@ def main() -> None:
             print(f"{plan['pairs']} pairs in {order.out}: image_embed {plan['image_embed_dim']}, text_embed "
                   f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
                   "images without caption")
+        ranks.leave()
         return
     index = encode.encode(order)
     if ranks.rank() == 0:
         encoding, found = index["encoding"], index["statistics"]
         scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
+        scale += f" of {encoding['codebook_size']} ids" if encoding.get("codebook_size") else ""
+        texts = ", with captions" if encoding.get("captions") else ""
+        texts += f" and text_encodings {encoding['text']['shape']}" if encoding.get("text") else ""
         bad = f", {len(index['bad_files'])} unreadable files replaced" if index["bad_files"] else ""
         print(f"{encoding['number']} samples in {order.out}: {encoding['kind']} {encoding['dtype']} "
-              f"{encoding['shape']} x {encoding['flips']}{scale}{bad}")
+              f"{encoding['shape']} x {encoding['flips']}{scale}{texts}{bad}")
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """Measures a trained run on held-out data: deepspeed launch/evaluate.py RUN [--ema DECAY] [--steps N] [...]"""
 
-import argparse
 from pathlib import Path
 
-from dstrain import cli
+from dstrain import cli, options
 
 _HELP = """\
-Measures a trained run on held-out images: bits/dim and the bound by timestep, as JSON and a plot.
+Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot.
 
 usage:  [deepspeed] launch/evaluate.py RUN [options]
 
   RUN                   a run's folder, for example runs/dit-small
   --split NAME          held_out, train, or test, which embedding pairs have (held_out)
-  --data PATH           all images of another folder instead, with class folders named as in training
-  --num-samples N       as many images, evenly spaced over the split (all)
+  --data PATH           all images (videos) of another folder instead, with class folders named as in training
+  --num-samples N       as many samples, evenly spaced over the split (all)
   --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain)
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
@@ -30,27 +29,18 @@ examples:
 
 
 def _order(argv: list[str] | None = None):
-    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser = options.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--split", choices=("held_out", "train", "test"))
     parser.add_argument("--data")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    parser.add_argument("--num-samples", "--num_samples", type=cli.positive, dest="num")
-    parser.add_argument("--steps", type=cli.positive, dest="num_steps")
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ema", type=float)
-    weights.add_argument("--raw", action="store_true")
-    parser.add_argument("--checkpoint", type=cli.count, dest="step")
-    parser.add_argument("--batch", type=cli.positive, default=32)
+    parser.add_argument("--num-samples", "--num_samples", type=options.positive, dest="num")
+    parser.add_argument("--steps", type=options.positive, dest="num_steps")
+    parser.add_weights()
+    parser.add_argument("--batch", type=options.positive, default=32)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--local_rank", "--local-rank", type=int)
-    words = vars(parser.parse_args(argv))
-    if words.pop("help"):
-        print(_HELP, end="")
-        raise SystemExit(0)
-    del words["local_rank"]
+    words = parser.words(argv)
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
     from dstrain.evaluate import Order
@@ -66,6 +56,7 @@ def main() -> None:
     path, result = evaluate.evaluate(order)
     if ranks.rank() == 0:
         print(evaluate.report(path, result))
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli
+from dstrain import cli, options
 
 _HELP = """\
 Writes a trained run as a folder that others load, and compares it with the trained network.
@@ -26,23 +26,14 @@ example:
 
 
 def _order(argv: list[str] | None = None):
-    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser = options.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--format", choices=("diffusers", "safetensors"), default="diffusers")
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ema", type=float)
-    weights.add_argument("--raw", action="store_true")
-    parser.add_argument("--checkpoint", type=cli.count, dest="step")
+    parser.add_weights()
     parser.add_argument("--statistics", type=Path)
-    parser.add_argument("--num-samples", "--num_samples", type=cli.positive, default=1000, dest="num")
-    parser.add_argument("--local_rank", "--local-rank", type=int)
-    words = vars(parser.parse_args(argv))
-    if words.pop("help"):
-        print(_HELP, end="")
-        raise SystemExit(0)
-    del words["local_rank"]
+    parser.add_argument("--num-samples", "--num_samples", type=options.positive, default=1000, dest="num")
+    words = parser.words(argv)
     for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
             raise cli.ConfigError(f"name {option}; --help shows how")

@@ -1,12 +1,11 @@
-"""Draws pictures from a trained run: deepspeed launch/generate.py RUN [--num-samples N] [--labels 1,2] [...]"""
+"""Draws pictures or videos from a trained run: deepspeed launch/generate.py RUN [--num-samples N] [--labels 1,2]"""
 
-import argparse
 from pathlib import Path
 
-from dstrain import cli
+from dstrain import cli, options
 
 _HELP = """\
-Draws pictures from a trained run: PNGs, a grid, and an ADM-style .npz (embeddings: one .npy).
+Draws from a trained run: PNGs (videos: GIF and MP4), a grid, and an ADM-style .npz (embeddings: one .npy).
 
 usage:  [deepspeed] launch/generate.py RUN [options]
 
@@ -27,41 +26,46 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --out DIR             where to write (RUN/generated, generated_2, ...)
   --no-pngs             only the grid and the .npz
 
+of videos:
+  --num-frames N        of a clip, or of a scene, those included that are given (the run's samples.num_frames)
+  --scenes FILE         texts, one a line: one long clip for each sample, scene after scene
+  --prime PATH          clips or pictures to go on from: a file, a folder, or the .npz of another order
+  --prime-frames K      that are given, or that a scene takes over from the one before (1 + temporal patch)
+  --format gif,mp4      of the files (both); --fps N (10)
+
 examples:
   python launch/generate.py runs/dit-small --num-samples 40 --guidance-scale 4
+  python launch/generate.py runs/phenaki-small --scenes story.txt --num-samples 4
   python launch/generate.py runs/iddpm-small --then runs/iddpm-small-upsampler
   deepspeed launch/generate.py runs/dit-small --num-samples 50000 --labels 7 --no-pngs --batch 64
 """
 
 
 def _order(argv: list[str] | None = None):
-    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser = options.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("-h", "--help", action="store_true")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    parser.add_argument("--num-samples", "--num_samples", "--num", type=cli.positive, default=16, dest="num")
-    parser.add_argument("--labels", type=cli.labels)
-    parser.add_argument("--prompts", type=cli.lines)
+    parser.add_argument("--num-samples", "--num_samples", "--num", type=options.positive, default=16, dest="num")
+    parser.add_argument("--labels", type=options.labels)
+    parser.add_argument("--prompts", type=options.lines)
     parser.add_argument("--text-encoder", "--text_encoder")
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
-    parser.add_argument("--seed", type=cli.count, default=0)
-    parser.add_argument("--steps", type=cli.positive, dest="num_steps")
+    parser.add_argument("--seed", type=options.count, default=0)
+    parser.add_argument("--steps", type=options.positive, dest="num_steps")
     parser.add_argument("--sampler")
-    parser.add_argument("--guidance-scale", "--guidance_scale", type=cli.scale)
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ema", type=float)
-    weights.add_argument("--raw", action="store_true")
-    parser.add_argument("--checkpoint", type=cli.count, dest="step")
-    parser.add_argument("--batch", type=cli.positive, default=16)
+    parser.add_argument("--guidance-scale", "--guidance_scale", type=options.scale)
+    parser.add_weights()
+    parser.add_argument("--batch", type=options.positive, default=16)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-pngs", action="store_false", dest="pngs")
-    parser.add_argument("--local_rank", "--local-rank", type=int)
-    words = vars(parser.parse_args(argv))
-    if words.pop("help"):
-        print(_HELP, end="")
-        raise SystemExit(0)
-    del words["local_rank"]
+    parser.add_argument("--num-frames", "--num_frames", type=options.positive)
+    parser.add_argument("--scenes", type=options.lines)
+    parser.add_argument("--prime", type=Path)
+    parser.add_argument("--prime-frames", "--prime_frames", type=options.positive)
+    parser.add_argument("--format", type=options.one_of("gif", "mp4"), dest="formats")
+    parser.add_argument("--fps", type=options.positive, default=10)
+    words = parser.words(argv)
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
     from dstrain.generate import Order
@@ -77,6 +81,7 @@ def main() -> None:
     out = generate.generate(order)
     if ranks.rank() == 0:
         print(f"{order.num} samples in {out}")
+    ranks.leave()
 
 
 if __name__ == "__main__":

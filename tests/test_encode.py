@@ -134,7 +134,7 @@ def test_unreadable_files(tmp_path, vae):
     root = folder(tmp_path / "data", 2, 10)
     for name in ("c0/003.png", "c0/004.png", "c1/009.png"):
         break_file(root / name, "truncated")
-    with pytest.raises(ConfigError, match="2 of 20 images cannot be read, more than --max-bad-fraction 0.05"):
+    with pytest.raises(ConfigError, match="2 of 20 files cannot be read, more than --max-bad-fraction 0.05"):
         encode(order(tmp_path / "out", vae, root, max_bad_fraction=0.05))
     index = encode(order(tmp_path / "more", vae, root, max_bad_fraction=0.2))
     assert [name for name, _ in index["bad_files"]] == ["c0/003.png", "c0/004.png", "c1/009.png"]

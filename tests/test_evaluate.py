@@ -9,14 +9,17 @@ import torch
 
 from dstrain import draws, systems
 from dstrain.data.batches import held_out
+from dstrain.config import ConfigError, Run
 from dstrain.data.images import Fashion
+from dstrain.data.moving import MovingFashion
 from dstrain.data.spread import Spread
 from dstrain.diffusion import schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.evaluate import measure
+from dstrain.evaluate import Order, _source, measure
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
-from tests.support import gloo
+from dstrain.track.videos import save_gif
+from tests.support import counting, gloo
 from tests.support.sources import Numbers
 
 MODEL = {"image_size": 8, "in_channels": 1, "patch_size": 4, "hidden_size": 16, "depth": 1, "num_heads": 2,
@@ -187,3 +190,49 @@ def test_quarters_of_flow_matching():
         assert found["figures"][name] == pytest.approx(terms[name].mean(dtype=np.float64), rel=1e-5)
         for quarter, value in enumerate(found["quarters"][name]):
             assert value == pytest.approx(terms[name][terms["quartile"] == quarter].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch", [2, 7])
+def test_videos_are_measured(batch):
+    """Oracle: numpy over the clips themselves, one by one: how much brighter the middle becomes."""
+    source = MovingFashion(5, 8, 9, 1, "held_out")
+    system = counting.build(counting.Config())
+    found = measure(system, system.networks(), Spread(source, 11), batch=batch, seed=0)
+    clips = [source[index * len(source) // 11] for index in range(11)]
+    middles = [clip["video"][:clip["frames"], 0, 4, 4].numpy().astype(float) for clip in clips]
+    assert found["figures"]["loss"] == pytest.approx(np.mean([middle[-1] - middle[0] for middle in middles]), rel=1e-6)
+    assert any(middle[-1] != middle[0] for middle in middles)
+
+
+def test_other_videos(tmp_path):
+    """Oracle: the frames of the files that --data names, all of them; a folder without videos is refused by name."""
+    frames = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) + np.zeros((1, *counting.SIZE, 1), np.uint8)
+    for number in range(3):
+        save_gif(tmp_path / "clips" / f"{number}.gif", frames + 40 * number)
+    run = Run(data={"path": "builtin:moving-fashion", "num_frames": 5, "height": counting.SIZE[0], "channels": 1,
+                    "image_size": counting.SIZE[1], "flip": False})
+    source = _source(Order(tmp_path, data=str(tmp_path / "clips")), run, None)
+    assert [source[index]["video"][-1, 0, 2, 3].item() for index in range(len(source))] == [4, 44, 84]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="--data .*empty"):
+        _source(Order(tmp_path, data=str(tmp_path / "empty")), run, None)
+
+
+@pytest.mark.parametrize("size, num, batch", [(13, 5, 2), (8, None, 3), (5, 5, 64)])
+def test_a_source_that_reads_batches_is_asked_for_them(size, num, batch):
+    """Oracle: the same source item by item; the number of its reads."""
+    class Whole(Numbers):
+        reads = 0
+
+        def take(self, index, mirrored=None):
+            assert mirrored is None
+            self.reads += 1
+            return {"label": index.clone()}
+
+        def __getitem__(self, index):
+            raise AssertionError("item by item")
+
+    whole, known = Whole(size), Known()
+    found = measure(known, {}, Spread(whole, num), batch=batch, seed=3)
+    assert found == measure(Known(), {}, Spread(Numbers(size), num), batch=batch, seed=3)
+    assert whole.reads == known.calls

@@ -12,16 +12,20 @@ from dstrain.encode import Order as Encoding
 from dstrain.encode import encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.export import Order, _examples, _in_diffusers, _measured, _Shuffled, _told, _writer, export
+from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.vae import to_diffusers
+from dstrain.weights import fitted
+from tests.support import checkpoints
 from tests.support.launch import ROOT
-from tests.support.pictures import folder
+from tests.support.pictures import folder as folder_of_pictures
+from tests.support.pictures import picture
 
 
 @pytest.fixture
 def trained(tmp_path):
     """A run of a KL autoencoder over a folder of 50 images, and networks whose weights are all random."""
     torch.manual_seed(0)
-    folder(tmp_path / "data", 2, 25)
+    folder_of_pictures(tmp_path / "data", 2, 25)
     words = [f"data.path={tmp_path / 'data'}", "model.kl.norm_num_groups=2"]
     run = recipe.load(ROOT / "tests/launch/tiny-vae.yaml", words)
     run = recipe.check(run, systems.config_class("vae"))
@@ -94,7 +98,7 @@ def test_measured_over_all_classes(trained):
 def test_what_has_no_form_in_diffusers(tmp_path, trained):
     """Oracle: the contract: a refusal that says what is supported."""
     run, _, _ = trained
-    tiny = recipe.load(ROOT / "tests/launch/tiny.yaml")
+    tiny = recipe.load(ROOT / "tests/launch/tiny.yaml").model_copy(update={"system": "phenaki"})
     with pytest.raises(ConfigError, match="which has no form in diffusers here; these have: .*vae.*safetensors"):
         _writer(tmp_path, tiny)
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
@@ -103,3 +107,103 @@ def test_what_has_no_form_in_diffusers(tmp_path, trained):
         to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
         export(Order(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
+
+
+# ----------------------------------------------------------------------------------------------------- whole exports
+
+DIT = ["model.time_freq=diffusers", "model.diffusion.num_steps=100", "samples.ema=0.9"]
+
+
+def begun(tmp_path, name, *words):
+    """(folder, networks) of a run of tests/launch/NAME.yaml, whose weights are all random, with grids of two steps."""
+    torch.manual_seed(0)
+    run = recipe.load(ROOT / f"tests/launch/{name}.yaml", list(words))
+    run = recipe.check(run, systems.config_class(run.system))
+    nets = systems.build(run.system, run.model).networks()
+    with torch.no_grad():
+        for network in nets.values():
+            for weight in network.parameters():
+                weight.normal_(std=0.1)
+    written = checkpoints.write(tmp_path / name, run, nets, data="n=2000 crc=12345678")
+    (written / "samples").mkdir()
+    for number in (90, 120):
+        picture(number).save(written / "samples" / f"step_{number:08d}.png")
+    picture(5).save(written / "samples" / "step_00000120_bound.png")                # a curve, and no grid
+    return written, nets
+
+
+@pytest.mark.parametrize("name, words, kind", [
+    ("tiny", DIT, "DiTTransformer2DModel"), ("tiny-iddpm", ["samples.ema=0.9"], "UNet2DModel"),
+    ("tiny-vae", [], "AutoencoderKL"), ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
+def test_an_export_and_its_card(tmp_path, name, words, kind):
+    """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
+    init_from, which takes the export for the weights bit for bit.
+    """
+    folder, nets = begun(tmp_path, name, *words)
+    out = tmp_path / "exported"
+    done = export(Order(folder, out))
+    assert done.name == kind and max(done.errors.values()) < 1e-3
+    card, run = (out / "README.md").read_text(), recipe.load(folder / "run.yaml")
+    facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line.count(" | ") == 1)
+    assert facts["Step"] == f"7 of {run.steps:,}" and facts["Seed"] == "0" and facts["System"].endswith(kind)
+    assert facts["Data"] == f"{run.data.path} (n=2000 crc=12345678)" and "decay 0.9" in facts["Weights"]
+    assert facts["Trained with"] == "dstrain 0.0, torch 2.99" and "diffusers 0." in facts["Exported with"]
+    assert all(f"{error:.1e} ({of})" in facts["Difference"] for of, error in done.errors.items())
+    (tmp_path / "again.yaml").write_text(card.split("```yaml\n")[1].split("```")[0])
+    assert recipe.load(tmp_path / "again.yaml") == run
+    assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
+    code = card.split("```python\n")[1].split("```")[0]
+    loading = [line for line in code.splitlines() if "import" in line or "from_pretrained" in line]
+    assert len(loading) >= 2
+    exec("\n".join(loading).replace('"exported', f'"{out}'), {})
+    system = systems.build(run.system, run.model)
+    first = next(iter(system.parts))
+    values, notes = fitted(out, system)[first]
+    state = nets[first].state_dict()
+    assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
+    assert notes[0].startswith(f"{first}: {len(state)} tensors loaded, 0 replaced")
+    assert {path.name for path in tmp_path.iterdir()} == {name, "exported", "again.yaml"}
+
+
+def test_an_export_that_does_not_agree(tmp_path, monkeypatch):
+    """Oracle: weights that were moved between writing and reading: the error is said, and nothing is left behind."""
+    folder, _ = begun(tmp_path, "tiny-iddpm", "samples.ema=0.9")
+    save = unets.save
+
+    def spoiled(system, nets, out, *rest):
+        save(system, nets, out, *rest)
+        path = out / "unet" / "diffusion_pytorch_model.safetensors"
+        weights = load_file(path)
+        weights["conv_in.weight"] *= 1.01
+        save_file(weights, path, {"format": "pt"})
+
+    monkeypatch.setattr(unets, "save", spoiled)
+    with pytest.raises(ValueError, match=r"differs from the trained network by .*e-\d+ \(prediction\).*nothing is kept"):
+        export(Order(folder, tmp_path / "deep" / "out"))
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+def test_a_refused_export_leaves_nothing(tmp_path):
+    """Oracle: the recipe's default, which diffusers cannot express, and the remedy."""
+    folder, _ = begun(tmp_path, "tiny", "samples.ema=0.9")
+    with pytest.raises(ValueError, match="time_freq: .*model.time_freq=diffusers"):
+        export(Order(folder, tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_parts_of_an_export_are_read_apart(tmp_path):
+    """Oracle: each network's own weights: a GAN's two parts from the folder that --format safetensors writes."""
+    discriminator = "model.kl.discriminator={base_channels: 8, n_layers: 1, start: 0}"
+    folder, nets = begun(tmp_path, "tiny-vae", discriminator)
+    export(Order(folder, tmp_path / "out", "safetensors"))
+    run = recipe.load(folder / "run.yaml")
+    found = fitted(tmp_path / "out", systems.build("vae", run.model))
+    assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
+    for part, (values, notes) in found.items():
+        state = nets[part].state_dict()
+        assert values.keys() == state.keys() and all(torch.equal(values[name], state[name]) for name in state)
+        assert notes == [f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from "
+                         f"{tmp_path / 'out' / part}.safetensors"]
+    (tmp_path / "out" / "discriminator.safetensors").unlink()
+    (_, notes), = fitted(tmp_path / "out", systems.build("vae", run.model)).values()
+    assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"

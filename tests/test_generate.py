@@ -25,6 +25,17 @@ def test_album(tmp_path, pictures):
     assert np.array_equal(np.load(tmp_path / "samples_7x5x5x3.npz")["arr_0"], pictures)
 
 
+def test_album_with_labels(tmp_path, pictures):
+    """Oracle: numpy reads the arrays that were given, in the layout of ADM's evaluator."""
+    album = Album(tmp_path, pictures.shape)
+    album.add(pictures)
+    album.close(arr_1=np.arange(7), prompts=np.array(["a hat", "\u00e9t\u00e9"]))
+    with np.load(tmp_path / "samples_7x5x5x3.npz", allow_pickle=False) as file:
+        assert file.files == ["arr_0", "arr_1", "prompts"] and np.array_equal(file["arr_0"], pictures)
+        assert file["arr_1"].dtype == np.int64 and file["arr_1"].tolist() == [*range(7)]
+        assert file["prompts"].tolist() == ["a hat", "\u00e9t\u00e9"]
+
+
 def test_pictures_of_an_npz(tmp_path, pictures):
     """Oracle: numpy's own file; grey is Pillow's, and grey becomes three equal channels."""
     np.savez(tmp_path / "a.npz", arr_0=pictures)

@@ -18,21 +18,27 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 BASE = ("config", "ranks", "draws")
 RULES = {
     "config": (), "ranks": (), "draws": (), "stops": (), "recipe": ("config",), "clock": ("config",),
-    "folders": ("config", "recipe"),
+    "folders": ("config", "recipe"), "options": ("config",),
     "nn": BASE, "diffusion": BASE, "encoders": (*BASE, "nn", "diffusion"),
     "systems": ("systems.base",), "systems.base": (),
     "engine": ("config", "ranks", "recipe", "__version__"),
     "data": ("config", "ranks", "draws"), "data.builtin.make_emoji_pairs": ("encoders",), "track": ("config", "ranks"),
+    "card": ("config", "recipe", "engine.manifest", "__version__"),
+    "scenes": ("config", "draws", "data.clips", "sampling", "systems.base"),
+    "written": ("config", "ranks", "scenes", "track"),
     "sampling": ("ranks", "systems.base"), "weights": ("engine.checkpoint", "engine.store", "systems.base"),
     "runs": ("config", "ranks", "recipe", "engine.checkpoint", "engine.store", "systems.base", "weights"),
-    "cli": (*BASE, "recipe", "systems", "folders", "data.sources", "engine.settings", "weights"),
+    "first_stage": ("config", "ranks", "recipe", "runs", "systems", "systems.base", "encoders", "weights"),
+    "encode_plan": ("config", "ranks", "first_stage", "data", "encoders"),
+    "cli": (*BASE, "recipe", "systems", "folders", "options", "data.sources", "engine.settings", "weights"),
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "runs", "systems", "systems.base",
-          "engine", "data", "track", "encoders", "__version__")
+          "engine", "data", "track", "encoders", "card", "scenes", "written", "first_stage", "encode_plan",
+          "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "embed", "consolidate", "export", "plan", "bench")
-A_SCRIPT = ("cli", "ranks", "engine.engines", *VERBS)
-A_BENCH = (*A_SCRIPT, "data", "diffusion", "draws", "track")      # launch/bench*.py time the inner parts by themselves
+A_SCRIPT = ("cli", "options", "ranks", "engine.engines", *VERBS)
+A_BENCH = (*A_SCRIPT, "data", "diffusion", "draws", "engine", "track", "systems.phenaki")     # bench*.py time inner parts
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {

@@ -1,5 +1,7 @@
 """Where a process stands, and the few words that ranks exchange."""
 
+import time
+
 import pytest
 import torch
 
@@ -118,3 +120,24 @@ def test_objects_and_from_first(two):
 def test_where(two):
     """Oracle: the number of each process."""
     assert [heard["where"] for heard in two] == [(0, 2, True, 0), (1, 2, True, 1)]
+
+
+def left(rank: int) -> tuple[float, float]:
+    """When this rank was out of the barrier, of which rank 1 hears late, and when it might end."""
+    barrier, times = ranks.barrier, []
+
+    def heard_late() -> None:
+        barrier()
+        time.sleep(0.7 * rank)
+        times.append(time.monotonic())
+
+    ranks.barrier = heard_late
+    ranks.leave()
+    ranks.barrier = barrier
+    return times[0], time.monotonic()
+
+
+def test_nobody_leaves_before_all_are_out(tmp_path):
+    """Oracle: one clock for both processes: rank 0 may not end while rank 1 has not come out of the last barrier."""
+    (out, end), (late, last) = gloo.run(tmp_path, left)
+    assert out < late - 0.5 and late <= end and late <= last, "rank 0 ended while rank 1 was among ranks"

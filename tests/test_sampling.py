@@ -1,5 +1,7 @@
 """Drawing and scoring by several ranks: the same pictures and the same means as one process alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,33 @@ def test_scores_of_two_ranks(two, size):
     assert expected["loss"] == 3 * (size - 1) / 2 and expected["odd"] == (size // 2) / size
     for found in two:
         assert found["scores"][size] == pytest.approx(expected, rel=1e-15)
+
+
+def test_curves_of_scores():
+    """Oracle: numpy's mean of each column over what is valid; without a place for them they are left out."""
+    class Columns(Sums):
+        def evaluate(self, nets: Nets, example: Example) -> Terms:
+            return {"loss": example["x_start"][:, 0], "usage": example["x_start"] * torch.tensor([1.0, 10.0, 100.0])}
+
+    curves: dict[str, list[float]] = {}
+    assert score(Columns(), {}, uneven(0), curves) == {"loss": 2.0} and curves == {"usage": [2.0, 20.0, 200.0]}
+    assert score(Columns(), {}, uneven(0)) == {"loss": 2.0}
+
+
+def test_every_word_of_a_request_arrives():
+    """Oracle: the request itself, chunk by chunk, all but what is dealt out by sample."""
+    seen = []
+
+    class Watched(Sums):
+        def sample(self, nets: Nets, request: Request) -> Tensor:
+            seen.append(request)
+            return super().sample(nets, request)
+
+    asked = dataclasses.replace(request(5), num_frames=9)
+    draw_all(Watched(), Sums().networks(), asked, 2)
+    for field in dataclasses.fields(Request):
+        if field.name not in ("seeds", "conditions"):
+            assert [getattr(part, field.name) for part in seen] == [getattr(asked, field.name)] * 3, field.name
 
 
 def test_scores_of_uneven_ranks(two):

@@ -45,6 +45,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def told(path: Path, replaced: int = 0) -> str:
+    """The line of what was loaded of a tiny DiT."""
+    return f"denoiser: {len(weights()) - replaced} tensors loaded, {replaced} replaced, 0 left, from {path}"
+
+
 # `python SCRIPT ARGUMENTS` once for each list of arguments, in one process, since DeepSpeed is slow to import.
 PROGRAM = """
 import json, runpy, sys
@@ -109,7 +114,7 @@ def test_a_bare_safetensors_file(tmp_path):
     state = weights()
     save_file(state, tmp_path / "weights.safetensors")
     (values, notes), = fitted(tmp_path / "weights.safetensors", dit()).values()
-    assert same(values, state) and notes == []
+    assert same(values, state) and notes == [told(tmp_path / "weights.safetensors")]
 
 
 def test_a_folder_of_safetensors_files(tmp_path):
@@ -118,7 +123,7 @@ def test_a_folder_of_safetensors_files(tmp_path):
     for number, names in enumerate((list(state)[:9], list(state)[9:])):
         save_file({f"module._orig_mod.{name}": state[name] for name in names}, tmp_path / f"part{number}.safetensors")
     (values, notes), = fitted(tmp_path, dit()).values()
-    assert same(values, state) and notes == []
+    assert same(values, state) and notes == [told(tmp_path)]
 
 
 @pytest.mark.parametrize("layout", ["train.py", "no ema", "bare", "data parallel"])
@@ -132,7 +137,7 @@ def test_a_file_of_dits_train_py(tmp_path, layout):
                "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}[layout]
     torch.save(content, tmp_path / "0400000.pt")
     (values, notes), = fitted(tmp_path / "0400000.pt", dit()).values()
-    assert same(values, state) and notes == []
+    assert same(values, state) and notes == [told(tmp_path / "0400000.pt")]
 
 
 def test_other_sizes_are_told(tmp_path):
@@ -144,6 +149,7 @@ def test_other_sizes_are_told(tmp_path):
     grid = torch.nn.functional.interpolate(grid, size=(8, 8), mode="bicubic", align_corners=False)
     torch.testing.assert_close(values["pos_embed"], grid.permute(0, 2, 3, 1).reshape(1, 64, 32))
     assert values[CLASSES].shape == (4, 32) and torch.equal(values[CLASSES][-1], state[CLASSES][-1])
+    assert notes.pop(0) == told(tmp_path / "w.safetensors", replaced=2)
     assert [note.partition(":")[0] for note in notes] == ["pos_embed", CLASSES]
     same_names = state.keys() - {"pos_embed", CLASSES}
     assert same({name: values[name] for name in same_names}, {name: state[name] for name in same_names})
@@ -156,7 +162,8 @@ def test_a_run_and_its_checkpoints(trained):
     assert not same(newest, read_weights(checkpoint(trained, 4), "denoiser"))
     for path, expected in ((trained, newest), (checkpoint(trained, 4), newest), (checkpoint(trained, 2), older)):
         (values, notes), = fitted(path, dit()).values()
-        assert same(values, expected) and notes == []
+        assert same(values, expected)
+        assert notes == [told(path if path.parent.name == "checkpoints" else checkpoint(path, 4))]
         dit().networks()["denoiser"].load_state_dict(values)
 
 
@@ -263,7 +270,7 @@ def test_init_from_a_run(runs):
     trained, folder, said = runs
     source = read_weights(checkpoint(trained, 4), "denoiser", "ema.0.9")
     (expected, notes), = fitted(trained, dit(class_dropout_prob=0)).values()
-    assert len(notes) == 1 and notes[0] in said and "complete: 1 steps" in said
+    assert len(notes) == 2 and all(note in said for note in notes) and "complete: 1 steps" in said
     assert {name for name in source if not torch.equal(source[name], expected[name])} == {CLASSES}
     for kind in ("master", "ema.0.9", "ema.0.99"):
         assert same(read_weights(checkpoint(folder, 1), "denoiser", kind), expected)

@@ -22,16 +22,18 @@ class BadSample(Exception):
         self.path, self.reason = path, reason
 
 
-def read_items(source, indices: list[int]) -> tuple[list[dict], list[tuple[str, str]]]:
+def read_items(source, indices: list[int],
+               chances: list[float] | None = None) -> tuple[list[dict], list[tuple[str, str]]]:
     """The items at `indices`, the unreadable ones replaced, and (name, reason) of each that was
-    met.
+    met. `chances`: a number in [0, 1) for each, which a source with `drawn` reads it by.
     """
     items, bad = [], []
-    for index in indices:
+    for place, index in enumerate(indices):
         most = min(len(source), _MOST)
         for candidate in range(index, index + most):
+            candidate %= len(source)
             try:
-                items.append(source[candidate % len(source)])
+                items.append(source[candidate] if chances is None else source.read(candidate, chances[place]))
                 break
             except BadSample as error:
                 bad.append((error.path, error.reason))

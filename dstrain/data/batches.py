@@ -182,7 +182,9 @@ class _Stream:
         positions -= step * self.global_batch
         key = draws.keys(self.seed, step, positions)
         mirrored = draws.uniform(key, "flip") < 0.5 if self.flip else None                  # (b,)
-        batch, bad = _read(self.source, index, mirrored)
+        drawn = getattr(self.source, "drawn", None)                     # what is random about reading a sample
+        chance = draws.uniform(key, drawn) if drawn else None                               # (b,)
+        batch, bad = _read(self.source, index, mirrored, chance)
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
@@ -206,14 +208,15 @@ class _Positions:
                 yield range(start, start + self.micro_batch)
 
 
-def _read(source, index: Tensor, mirrored: Tensor | None = None) -> tuple[Batch, list]:
+def _read(source, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> tuple[Batch, list]:
     """The samples at `index` (b,), those mirrored where `mirrored` bool (b,) says so, and what could not be read.
 
-    A source that knows better how to read a batch, or what its samples are mirrored, has `take`.
+    A source that knows better how to read a batch, or what its samples are mirrored, has `take`. One whose samples are
+    read by a draw from their key names it as `drawn` and has `read`, which gets `chance` float32 (b,) in [0, 1).
     """
     if hasattr(source, "take"):
         return source.take(index, mirrored), []
-    items, bad = read_items(source, index.tolist())
+    items, bad = read_items(source, index.tolist(), None if chance is None else chance.tolist())
     batch = _stack(items)
     for name in _FLIPPED if mirrored is not None else ():
         if name in batch:

@@ -73,7 +73,7 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
             raise ValueError("data.held_out and data.held_out_path exclude each other: keep one")
         if split == "train":
             return ImageFolder(path, image_size, channels, "all", 0.0, draft, pixel_cap)
-        classes = _class_folders(Path(path))
+        classes = class_folders(Path(path))
     return ImageFolder(held_out_path, image_size, channels, "all", 0.0, draft, pixel_cap,
                        classes or None)
 
@@ -143,17 +143,17 @@ class ImageFolder:
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
-        names, labels, found = _list(self.path)
+        names, labels, found = list_folder(self.path)
         if self.classes is not None:
             unknown = [name for name in found if name not in self.classes]
             if unknown:
-                raise ValueError(f"{self.path}: class folders {_few(unknown)} are not among the "
-                                 f"classes of the training data ({_few(self.classes)}): rename or "
+                raise ValueError(f"{self.path}: class folders {few(unknown)} are not among the "
+                                 f"classes of the training data ({few(self.classes)}): rename or "
                                  "remove them")
             labels = np.array([self.classes.index(name) for name in found] or [0], np.int32)[labels]
         self.classes = self.classes or found
         if self.split != "all" and self.held_out > 0:
-            held = np.fromiter((_is_held(name, self.held_out) for name in names), bool, len(names))
+            held = np.fromiter((is_held(name, self.held_out) for name in names), bool, len(names))
             keep = np.flatnonzero(held if self.split == "held_out" else ~held)
             if not len(keep):
                 raise ValueError(f"{self.path}: data.held_out={self.held_out} leaves no image of "
@@ -207,53 +207,55 @@ class Names:
         return os.fsdecode(self.blob[self.ends[index - 1] if index else 0:self.ends[index]])
 
 
-def _list(root: Path) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
-    """Relative paths in order, their labels int32 (N,), and the class names (none for a flat
-    folder).
+def list_folder(root: Path, suffixes: tuple[str, ...] = SUFFIXES, key: str = "data.path",
+                kind: str = "images") -> tuple[list[str], np.ndarray, tuple[str, ...]]:
+    """Relative paths in order, their labels int32 (N,), and the class names (none for a flat folder).
+
+    suffixes: of the files that count, in lower case. key, kind: what they are called in messages.
     """
     if not root.is_dir():
         fault = "is not a folder" if root.exists() else "does not exist"
-        raise ValueError(f"data.path={root}: {fault}; give a folder of images, or builtin:fashion")
-    flat, classes = sorted(_images_in(root)), _class_folders(root)
-    members = {name: sorted(_walk(root, name, set())) for name in classes}
+        raise ValueError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
+    flat, classes = sorted(_files_in(root, suffixes)), class_folders(root)
+    members = {name: sorted(_walk(root, name, suffixes, set())) for name in classes}
     full = [name for name in classes if members[name]]
-    read = f"files ending in {' '.join(SUFFIXES)} are read, in any case"
+    read = f"files ending in {' '.join(suffixes)} are read, in any case"
     if not flat and not full:
-        content = "no images in it" if any(os.scandir(root)) else "is empty"
-        raise ValueError(f"data.path={root}: {content}; {read}")
+        content = f"no {kind} in it" if any(os.scandir(root)) else "is empty"
+        raise ValueError(f"{key}={root}: {content}; {read}")
     if flat and full:
-        raise ValueError(f"data.path={root}: images ({_few(flat)}) beside class folders "
-                         f"({_few(full)}): is this one class or several? Move the images "
+        raise ValueError(f"{key}={root}: {kind} ({few(flat)}) beside class folders "
+                         f"({few(full)}): is this one class or several? Move the {kind} "
                          "into a folder of their class")
     if flat:
         return flat, np.zeros(len(flat), np.int32), ()
     if len(full) < len(classes):
         empty = [name for name in classes if not members[name]]
-        raise ValueError(f"data.path={root}: class folders without images: {_few(empty)}; remove "
+        raise ValueError(f"{key}={root}: class folders without {kind}: {few(empty)}; remove "
                          f"or fill them, since they would count as classes; {read}")
     labels = np.repeat(np.arange(len(full), dtype=np.int32), [len(members[name]) for name in full])
     return [name for folder in full for name in members[folder]], labels, tuple(full)
 
 
-def _class_folders(root: Path) -> tuple[str, ...]:
+def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the first-level folders, sorted; hidden ones are none of ours."""
     if not root.is_dir():
-        return ()  # _list says what is wrong
+        return ()  # list_folder says what is wrong
     with os.scandir(root) as entries:
         return tuple(sorted(entry.name for entry in entries
                             if entry.name[0] != "." and entry.is_dir()))
 
 
-def _images_in(folder: Path) -> Iterator[str]:
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            image = entry.name.lower().endswith(SUFFIXES) and entry.name[0] != "."
-            if image and not entry.is_dir():
+            counts = entry.name.lower().endswith(suffixes) and entry.name[0] != "."
+            if counts and not entry.is_dir():
                 yield entry.name
 
 
-def _walk(root: Path, folder: str, seen: set[str]) -> Iterator[str]:
-    """Relative paths of the images at any depth below root/folder; no stat of a file, no link
+def _walk(root: Path, folder: str, suffixes: tuple[str, ...], seen: set[str]) -> Iterator[str]:
+    """Relative paths of the files at any depth below root/folder; no stat of a file, no link
     twice.
     """
     with os.scandir(root / folder) as entries:
@@ -266,15 +268,15 @@ def _walk(root: Path, folder: str, seen: set[str]) -> Iterator[str]:
                     if target in seen:
                         continue
                     seen.add(target)
-                yield from _walk(root, f"{folder}/{entry.name}", seen)
-            elif entry.name.lower().endswith(SUFFIXES):
+                yield from _walk(root, f"{folder}/{entry.name}", suffixes, seen)
+            elif entry.name.lower().endswith(suffixes):
                 yield f"{folder}/{entry.name}"
 
 
-def _is_held(name: str, fraction: float) -> bool:
+def is_held(name: str, fraction: float) -> bool:
     digest = blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0 ** 64
 
 
-def _few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
+def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

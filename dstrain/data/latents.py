@@ -4,6 +4,9 @@ A source as in images.py, whose items are {"latent_mean", "latent_std": (C, h, w
 int64 (h, w), "label"}. What is more: `take` reads a whole batch, in which any sample may be the mirrored image's. That
 one was encoded by itself, since an encoder is not symmetric: latents are never mirrored.
 
+Of videos {"tokens": int64 (t, h, w), "frames", "label"}, where there are captions "caption" uint8 (CAPTION_BYTES,), and
+where these are encoded "text_encodings" (L, E), as stored, and "text_mask" bool (L,). Videos are never mirrored.
+
 Nothing is read when a source is opened but the index and the files' sizes; the samples are mapped into memory.
 """
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dstrain import draws
+from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
 
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
@@ -48,15 +52,16 @@ class Latents:
         self.index = read_index(self.path)
         self.encoding: dict[str, Any] = self.index["encoding"]
         self.classes = tuple(self.index["classes"])
-        self.shape = tuple(self.encoding["shape"])                   # (C, h, w) of latents, (h, w) of token ids
+        self.shape = tuple(self.encoding["shape"])                   # (C, h, w) of latents, (h, w) or (t, h, w) of ids
+        self.beside = _beside(self.encoding)
         for shard in self.index["shards"]:
             size = _size(self.path / shard["name"])
             if size != shard["size"]:
                 found = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
                 raise ValueError(f"{self.path / shard['name']} {found}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
-        # shard -> codes (rows * flips, numbers) and labels (rows,)
-        self._open: dict[int, tuple[np.ndarray, list[int]]] = {}
+        # shard -> codes (rows * flips, numbers), labels (rows,) and what is beside them (rows, ...)
+        self._open: dict[int, tuple[np.ndarray, list[int], Arrays]] = {}
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
@@ -66,6 +71,11 @@ class Latents:
             raise ValueError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
                              f"for the {self.split} split: choose another fraction or give data.held_out_path")
         return found
+
+    @property
+    def captioned(self) -> bool:
+        """Whether items have captions."""
+        return "caption" in self.beside
 
     @property
     def light(self) -> bool:
@@ -80,7 +90,7 @@ class Latents:
         if not 0 <= index < len(self):
             raise IndexError(index)
         batch = self.take(torch.tensor([index]))
-        return {name: int(values[0]) if name == "label" else values[0] for name, values in batch.items()}
+        return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
     def take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
         """The samples at `index` int64 (b,), of the mirrored image where bool (b,) says so: a batch, stacked.
@@ -94,31 +104,28 @@ class Latents:
         shards, rows = np.divmod(number, self.encoding["shard_size"])
         places = rows * self.encoding["flips"] + flip
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
-        first, _ = opened[int(shards[0])]
-        if len(opened) == 1:
-            codes = first[places]
-        else:                                                # row by row beats fancy indexing shard by shard (measured)
-            codes = np.empty((len(number), first.shape[1]), first.dtype)
-            for i, (shard, place) in enumerate(zip(shards.tolist(), places.tolist())):
-                codes[i] = opened[shard][0][place]
+        codes = _rows({shard: codes for shard, (codes, _, _) in opened.items()}, shards, places)
         labels = [opened[shard][1][row] for shard, row in zip(shards.tolist(), rows.tolist())]
-        codes = codes.reshape(len(number), *_inner(self.encoding))
-        found, label = torch.from_numpy(codes), torch.tensor(labels)
+        found, label = torch.from_numpy(codes.reshape(len(number), *_inner(self.encoding))), torch.tensor(labels)
         if self.encoding["kind"] == "tokens":
-            return {"tokens": found.long(), "label": label}
+            beside = {name: torch.from_numpy(_rows({shard: arrays[name] for shard, (_, _, arrays) in opened.items()},
+                                                   shards, rows)) for name in self.beside}
+            return {"tokens": found.long(), "label": label, **beside}
         return {"latent_mean": found[:, 0], "latent_std": found[:, 1], "label": label}
 
-    def _shard(self, number: int) -> tuple[np.ndarray, list[int]]:
+    def _shard(self, number: int) -> tuple[np.ndarray, list[int], Arrays]:
         if number not in self._open:
             path = self.path / self.index["shards"][number]["name"]
             arrays = mapped(path)
             rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
-            wanted = (rows, self.encoding["flips"], *_inner(self.encoding))
-            name = "tokens" if self.encoding["kind"] == "tokens" else "moments"
-            found = arrays[name].shape if name in arrays else None
-            if found != wanted or "label" not in arrays:
-                raise ValueError(f"{path} holds {name} {found} instead of {wanted}; {_REMEDY}")
-            self._open[number] = arrays[name].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist()
+            codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
+            shapes = {codes: (self.encoding["flips"], *_inner(self.encoding)), "label": (), **self.beside}
+            for name, shape in shapes.items():
+                found = arrays[name].shape if name in arrays else None
+                if found != (rows, *shape):
+                    raise ValueError(f"{path} holds {name} {found} instead of {(rows, *shape)}; {_REMEDY}")
+            self._open[number] = (arrays[codes].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist(),
+                                  {name: arrays[name] for name in self.beside})
         return self._open[number]
 
     def verify(self) -> None:
@@ -158,6 +165,30 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
+
+
+def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """A copy of some rows of arrays that lie in several shards: (n, ...)."""
+    if len(opened) == 1:
+        return next(iter(opened.values()))[rows]
+    first = next(iter(opened.values()))
+    found = np.empty((len(rows), *first.shape[1:]), first.dtype)
+    for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
+        found[i] = opened[shard][row]                        # row by row beats fancy indexing shard by shard (measured)
+    return found
+
+
+def _beside(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a sample of videos has beside its codes: the shape of each."""
+    if "num_frames" not in encoding:
+        return {}
+    found: dict[str, tuple[int, ...]] = {"frames": ()}
+    if encoding["captions"]:
+        found["caption"] = (CAPTION_BYTES,)
+    if encoding["text"]:
+        length, width = encoding["text"]["shape"]
+        found |= {"text_encodings": (length, width), "text_mask": (length,)}
+    return found
 
 
 def _inner(encoding: dict[str, Any]) -> tuple[int, ...]:

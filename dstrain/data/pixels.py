@@ -11,8 +11,9 @@ import errno
 import math
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -40,9 +41,14 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
     Raises whatever Pillow raises on a broken file, OSError on storage that fails three times,
     ValueError at the cap.
     """
+    return patiently(lambda: _read(path, image_size, channels, draft, pixel_cap))
+
+
+def patiently(read: Callable[[], Any]) -> Any:
+    """What `read` returns; where the storage fails it is tried three times."""
     for attempt in range(3):
         try:
-            return _read(path, image_size, channels, draft, pixel_cap)
+            return read()
         except OSError as error:
             # where the storage failed and not the file, a second run would meet no substitute
             if error.errno not in _PASSING or attempt == 2:
@@ -84,8 +90,11 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     return image.convert(mode)
 
 
-def center_crop(image: Image.Image, image_size: int) -> Image.Image:
-    """The ADM centre crop, bit for bit, of an RGB or L image: (image_size, image_size).
+def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
+    """The ADM centre crop, bit for bit, of an RGB or L image: (width, height), a square without a height.
+
+    Of a rectangle it is the same: halved while both sides are at least twice the target's, then resized so that it
+    just covers the target.
 
     Of RGBA, colours are weighted by opacity, as Pillow does by itself in each pass: here once for
     all passes, so that what is invisible never shows at an edge.
@@ -96,33 +105,34 @@ def center_crop(image: Image.Image, image_size: int) -> Image.Image:
     Recent versions take rows first where an image is more than twice as high as wide: such an
     image, and any near that, goes through in one call.
     """
+    height = height or width
     if image.mode == "RGBA":
-        return center_crop(image.convert("RGBa"), image_size).convert("RGBA")
-    while min(image.size) >= 2 * image_size:
+        return center_crop(image.convert("RGBa"), width, height).convert("RGBA")
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = image_size / min(image.size)
-    width, height = round(image.width * scale), round(image.height * scale)
-    x, y = (width - image_size) // 2, (height - image_size) // 2
+    scale = max(width / image.width, height / image.height)
+    wide, high = round(image.width * scale), round(image.height * scale)
+    x, y = (wide - width) // 2, (high - height) // 2
     if image.height > 1.75 * image.width:
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-        return image.crop((x, y, x + image_size, y + image_size))
-    image = _columns(image, width, height, y, image_size)
-    image = image.crop((x, 0, x + image_size, image.height))
-    image = image.resize((image_size, height), Image.Resampling.BICUBIC)
-    return image if height == image_size else image.crop((0, y, image_size, y + image_size))
+        image = image.resize((wide, high), Image.Resampling.BICUBIC)
+        return image.crop((x, y, x + width, y + height))
+    image = _columns(image, wide, high, y, height)
+    image = image.crop((x, 0, x + width, image.height))
+    image = image.resize((width, high), Image.Resampling.BICUBIC)
+    return image if high == height else image.crop((0, y, width, y + height))
 
 
-def _columns(image: Image.Image, width: int, height: int, y: int, image_size: int) -> Image.Image:
-    """The first pass, to `width`, over rows that y .. y + image_size will read; others blank."""
-    full, ratio = image.height, image.height / height
+def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
+    """The first pass, to `wide`, over rows that y .. y + height of `high` will read; others blank."""
+    full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
     top = max(0, math.floor(y * ratio - reach))
-    bottom = min(full, math.ceil((y + image_size) * ratio + reach))
+    bottom = min(full, math.ceil((y + height) * ratio + reach))
     if (top, bottom) == (0, full):
-        return image.resize((width, full), Image.Resampling.BICUBIC)
+        return image.resize((wide, full), Image.Resampling.BICUBIC)
     image = image.crop((0, top, image.width, bottom))
-    image = image.resize((width, bottom - top), Image.Resampling.BICUBIC)
-    return image.crop((0, -top, width, full - top))
+    image = image.resize((wide, bottom - top), Image.Resampling.BICUBIC)
+    return image.crop((0, -top, wide, full - top))
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -12,6 +12,12 @@ A shard holds, for its n samples in the order of the data,
     label     int64 (n,)                                   class
     source    int64 (n,)                                   index in the data; another one's where a file was unreadable
 
+of videos tokens int32 (n, 1, t, h, w) and, what is said of them,
+
+    frames    int64 (n,)                                   how many of the clip's frames are real, padding follows
+    caption   uint8 (n, 512)                               UTF-8 filled up with zeros, where the data have captions
+    text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens
+
 and, as JSON under `shard` in the header, what was summed and met on the way and a hash of all of it. A shard is thus a
 function of its content alone and proves by itself that it is whole; what lies together in use (mean and deviation of
 one image) lies together on the disk.
@@ -30,7 +36,7 @@ from safetensors.numpy import load, save
 
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
-_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.tmp)?")
 
 Arrays = dict[str, np.ndarray]

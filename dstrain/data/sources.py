@@ -1,14 +1,22 @@
-"""The data section of a recipe, opened: images, embedding pairs, or what launch/encode.py has made of images."""
+"""The data section of a recipe, opened: images, clips, embedding pairs, or what launch/encode.py has made of them."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from dstrain import ranks
 from dstrain.config import Codes, Data
+from dstrain.data.clips import VIDEOS, Cut
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.images import open_images
+from dstrain.data.images import class_folders, open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.moving import MOVING, MovingFashion
+from dstrain.data.pixels import SUFFIXES
+from dstrain.data.videos import open_videos
+
+BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
+_OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems that learn from clips
 
 
 def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
@@ -24,11 +32,54 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
             if codes is not None:
                 codes.verify()
         return train, unseen
+    if data.num_frames is not None:
+        return _open_clips(data)
+    if data.path == MOVING or _holds_videos(data.path):
+        raise ValueError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips of so many "
+                         "frames")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
     return train, None
+
+
+def _open_clips(data: Data) -> tuple[Any, Any | None]:
+    height = data.height or data.image_size
+    if data.path == MOVING:
+        given = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
+                 "held_out_path": data.held_out_path}
+        said = [f"data.{name}" for name, value in given.items() if value]
+        if said:
+            raise ValueError(f"{', '.join(said)}: {MOVING} makes its own clips, captions and held-out ones: leave it "
+                             "out")
+        if data.flip:
+            raise ValueError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
+                             "belie: write data.flip=false")
+        size = (data.num_frames, height, data.image_size, data.channels)
+        return MovingFashion(*size, "train"), MovingFashion(*size, "held_out")
+    if data.path.startswith("builtin:"):
+        raise ValueError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
+                         f"data.path={MOVING}")
+    cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
+    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions)
+    train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
+    if data.held_out or data.held_out_path:
+        return train, open_videos(data.path, cut, split="held_out", **common)
+    return train, None
+
+
+def _holds_videos(path: str) -> bool:
+    """Whether a folder, or its first class, has videos in it and no images."""
+    root, found = Path(path), False
+    for name in ("", *class_folders(root)[:1]) if root.is_dir() else ():
+        with os.scandir(root / name) as entries:
+            for entry in entries:
+                suffix = os.path.splitext(entry.name)[1].lower()
+                if suffix in SUFFIXES:
+                    return False
+                found = found or suffix in VIDEOS or suffix == ".gif"
+    return found
 
 
 def open_split(data: Data, split: str) -> Any | None:
@@ -43,23 +94,31 @@ def open_split(data: Data, split: str) -> Any | None:
 
 
 def completed(data: Data) -> Data:
-    """The section with what the index of a cache says in `codes`; None there for images.
+    """The section with what the index of a cache says in `codes`; None there for images and videos.
 
-    ValueError: the index is damaged, or the section says otherwise: image_size, channels, flip.
+    ValueError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
     index = Latents(data.path).index
     encoding = index["encoding"]
-    for key in ("image_size", "channels"):
-        if getattr(data, key) != encoding[key]:
-            raise ValueError(f"data.{key}={getattr(data, key)}: {data.path} was encoded from images of {key} "
-                             f"{encoding[key]}; write data.{key}={encoding[key]}")
+    videos = "num_frames" in encoding
+    of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
+    for key in ("image_size", "channels", *of_images):
+        given = getattr(data, key) or of_images.get(key)
+        wanted = encoding.get(key, of_images.get(key))
+        if given != wanted:
+            raise ValueError(f"data.{key}={given}: {data.path} was encoded from {'clips' if videos else 'images'} of "
+                             f"{key} {wanted}; write data.{key}={'null' if wanted is None else wanted}")
+    if data.flip and videos:
+        raise ValueError(f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; write "
+                         "data.flip=false")
     if data.flip and encoding["flips"] == 1:
         raise ValueError(f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode "
                          "without --no-flip")
     codes = Codes(kind=encoding["kind"], shape=encoding["shape"], flips=encoding["flips"],
-                  scaling_factor=index["statistics"].get("scaling_factor"), first_stage=encoding["first_stage"])
+                  scaling_factor=index["statistics"].get("scaling_factor"), first_stage=encoding["first_stage"],
+                  codebook_size=encoding.get("codebook_size"), text=(encoding.get("text") or {}).get("shape"))
     return data.model_copy(update={"codes": codes})
 
 
@@ -68,6 +127,13 @@ def require_kind(data: Data, system: str, fields: Collection[str]) -> None:
     if data.codes is not None and "codes" not in fields:
         raise ValueError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from images: give "
                          "a folder of images, or system=dit")
+    clips = bool(_OF_CLIPS & set(fields))
+    # A system with its own num_frames takes plain images, too.
+    if clips and "num_frames" not in fields and data.codes is None and data.num_frames is None:
+        raise ValueError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
+    if data.num_frames is not None and not clips:
+        raise ValueError(f"data.num_frames={data.num_frames}: {system} learns from images, not from clips: leave it "
+                         "out, or choose system=phenaki.tokenizer or phenaki")
     pairs = is_embeddings(data.path)
     if pairs and "image_embed_dim" not in fields:
         raise ValueError(f"data.path={data.path} holds embedding pairs, and {system} learns from images: give a folder "
@@ -88,8 +154,9 @@ def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
         raise ValueError(f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
                          "encode the held-out images with the same first stage")
     train, unseen = Latents(data.path), Latents(data.held_out_path)
-    for key in ("first_stage", "kind", "image_size", "channels", "shape"):
-        ours, theirs = train.encoding[key], unseen.encoding[key]
+    for key in ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
+                "text"):
+        ours, theirs = train.encoding.get(key), unseen.encoding.get(key)
         if ours != theirs:
             raise ValueError(f"data.held_out_path={data.held_out_path} has {key} {theirs}, data.path={data.path} has "
                              f"{ours}: encode both alike")

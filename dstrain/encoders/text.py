@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.encoders.autoencoder import fingerprint
+
 
 class TextEncoder(nn.Module):
     """Captions to embeddings, without gradient and always in evaluation mode.
@@ -44,6 +46,11 @@ class TextEncoder(nn.Module):
     def train(self, mode: bool = True) -> "TextEncoder":
         """Stays in evaluation mode, whatever the network around it does."""
         return super().train(False)
+
+    def fingerprint(self) -> str:
+        """A short hash of what decides the vectors of tokens: every weight, and how a text's own vector is made."""
+        said = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
+        return fingerprint(said, self.state_dict() | dict(self.named_buffers()))
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:

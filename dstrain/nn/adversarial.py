@@ -1,7 +1,8 @@
-"""A discriminator of patches, its hinge loss, and a weight that balances it against a reconstruction loss.
+"""A discriminator of patches, its hinge loss and slope, and a weight that balances it against a reconstruction loss.
 
 Isola et al. 2017 (PatchGAN: each output judges a patch, by a small strided network), Lim & Ye 2017 (hinge loss), Esser
-et al. 2021 (VQGAN: the balance).
+et al. 2021 (VQGAN: the balance), Mescheder et al. 2018 (R1: the squared slope at real pictures as a penalty), Lin et
+al. 2025 (arXiv:2501.08316: the slope from a small random step).
 """
 
 import math
@@ -33,7 +34,26 @@ class PatchDiscriminator(nn.Module):
                        nn.LeakyReLU(_SLOPE)]
         self.main = nn.Sequential(*layers, Filter(after, 1, stride=1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures, (sloped,).
+
+        The slope is the gradient of a picture's summed logits with respect to it, and its square is divided by the
+        number of patches. It has a gradient itself, for which the graph is run backward twice. That stays within this
+        call: an engine hooks what a network gives out, and takes a backward pass from there for the loss's own.
+        ValueError: weights are scattered (ZeRO-3), and gone by the second time.
+        """
+        if not sloped:
+            return self._logits(x)
+        if any(weight.numel() == 0 for weight in self.parameters()):
+            raise ValueError("penalty.form: the exact slope needs whole weights, ZeRO-3 scatters them; take "
+                             "approximate, or ZeRO 0 to 2")
+        with torch.enable_grad():
+            at = x[:sloped].detach().requires_grad_()
+            logits = self._logits(torch.cat((at, x[sloped:])))
+            slope = torch.autograd.grad(logits[:sloped].sum(), at, create_graph=True)[0]
+        return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
+
+    def _logits(self, x: Tensor) -> Tensor:
         return self.main(x.to(self.main[0].weight.dtype)).float()
 
 
@@ -62,6 +82,13 @@ def least_size(n_layers: int) -> int:
 def hinge(real: Tensor, fake: Tensor) -> Tensor:
     """The discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
+
+
+def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
+    """An estimate of PatchDiscriminator's squared slope: logits at pictures, and at pictures + sigma * standard normal
+    noise; two (B, ...) -> (B,). Its mean over noise is the slope's square as sigma goes to 0.
+    """
+    return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
 def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -> Tensor:

@@ -42,13 +42,15 @@ def _gaussian(size: int, like: Tensor) -> Tensor:
     return weight / weight.sum()
 
 
-def histogram(tokens: Tensor, num_tokens: int) -> Tensor:
+def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
-    The mean of rows over samples is the histogram of all of them, however they were batched.
+    The mean of rows over samples is the histogram of all of them, however they were batched. `counted` bool (B, ...) is
+    False where a token is padding.
     """
     flat = tokens.flatten(1)                                                                      # (B, N)
-    shares = torch.full_like(flat, 1.0 / flat.shape[1], dtype=torch.float32)
+    shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()
+    shares = shares / shares.sum(1, keepdim=True)
     return torch.zeros(len(flat), num_tokens, device=flat.device).scatter_add_(1, flat, shares)
 
 

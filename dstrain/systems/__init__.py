@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from dstrain.systems.base import System
 
 NAMES = {"dit": "dstrain.systems.dit", "iddpm": "dstrain.systems.iddpm",      # name in a recipe -> module
-         "vae": "dstrain.systems.vae", "prior": "dstrain.systems.prior"}
+         "vae": "dstrain.systems.vae", "prior": "dstrain.systems.prior",
+         "phenaki.tokenizer": "dstrain.systems.phenaki.tokenizer", "phenaki": "dstrain.systems.phenaki"}
 
 
 def build(name: str, config: dict[str, Any]) -> System:

@@ -35,6 +35,7 @@ class Request:
     num_steps: int = 50                                               # network evaluations for each sample
     sampler: str = "ddim"
     guidance_scale: float = 1.0                                       # 1 is none
+    num_frames: int | None = None                                     # of videos; None: the model's
 
 
 class System(ABC):
@@ -47,13 +48,19 @@ class System(ABC):
                                                   # `pictures` alone, embeddings are none
     starts_from_data: bool = False                # whether samples or pictures need data: reconstruction, upsampling
     encodes: bool = False                         # whether there are `codes`, which launch/encode.py caches
+    codebook_size: int | None = None              # number of ids that `codes` may give; None: latents, or no codes
+    num_frames: int | None = None                 # of the longest clips, which `sample` draws unasked; None: no videos
+    temporal_patch_size: int = 1                  # frames of a latent step: a clip has 1 + k * this
+    in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
         """Fresh modules, keys as `parts`; may run under deepspeed's zero.Init."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W), or float32 embeddings (N, D), from the request's seeds; ranks call alike."""
+        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the request's
+        seeds; ranks call alike.
+        """
         raise ValueError(f"a {type(self).__name__} draws no samples")
 
     @abstractmethod
@@ -97,15 +104,17 @@ class System(ABC):
         return {}
 
     def observe(self, seen: Terms) -> None:
-        """Learns from the `watched` terms of one step, (N,) each: of all ranks, in the order of the global batch."""
+        """Learns from the `watched` terms of a step, (N, ...) each, of all ranks, in the order of the global batch."""
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Pictures beside the samples, uint8 (N, C, H, W) each: reconstructions and the like. By default none."""
+        """Pictures beside the samples, uint8 (N, C, H, W) or (N, T, C, H, W) each: reconstructions and the like. By
+        default none.
+        """
         return {}
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """What this first stage makes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or
-        tokens int64 (B, h, w).
+        tokens int64 (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, (B, t, h, w).
         """
         raise ValueError(f"a {type(self).__name__} encodes nothing that others learn from")
 
@@ -121,8 +130,14 @@ class System(ABC):
         """Conditions for one sample for each text, (N, ...) each. ValueError: the system takes none."""
         raise ValueError(f"a {type(self).__name__} takes no texts")
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether there are conditions of texts."""
+        return type(self).conditions_from_texts is not System.conditions_from_texts
+
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Conditions that begin from pictures, uint8 (N, C, H, W): those of another run, or of the data.
+        """Conditions that begin from pictures, uint8 (N, C, H, W): those of another run, or of the data. Of a system
+        that draws videos, from their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size.
 
         ValueError: the system begins from noise, or the pictures do not fit.
         """
@@ -141,6 +156,13 @@ class System(ABC):
                 raise ValueError(f"weights: {name} is {theirs} in the file and {ours} in the network; set the model "
                                  "section to what the file was made with")
         return dict(state), []
+
+    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them; `said` is
+        the config.json beside them. ValueError: another class, or a field that differs from the recipe's.
+        """
+        raise ValueError(f"weights: config.json is of class {said.get('_class_name')} of diffusers, which a "
+                         f"{type(self).__name__} does not begin from; give a file or folder of this system")
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Whether weight decay applies to a parameter: matrices and filters, not biases and gains."""

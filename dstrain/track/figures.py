@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from dstrain.track.pictures import written
+
 _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
@@ -56,13 +58,21 @@ def table(result: dict[str, Any]) -> str:
 
 def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Draws curves and similarities by steps, or where there are none the quarters, as a PNG, whole or not at all."""
-    from matplotlib.figure import Figure             # slow to import, and needed here alone
-
     panels = [_bound, _cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_errors if result["timesteps"] else _columns] if others else []
     panels += [_similarities] if _steps(result) else []
-    panels = panels or [_quarters]
+    _draw(path, title(result), panels or [_quarters], result)
+
+
+def plot_columns(path: str | os.PathLike, said: str, curves: dict[str, list[float]]) -> None:
+    """Draws curves that are none by timestep, such as the use of each token, as a PNG, whole or not at all."""
+    _draw(path, said, [_columns], {"curves": curves})
+
+
+def _draw(path: str | os.PathLike, said: str, panels: list[Any], result: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure             # slow to import, and needed here alone
+
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         draw(axes, result)
@@ -70,14 +80,9 @@ def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    figure.suptitle(title(result), fontsize=10)
-    path = Path(path)
-    tmp = path.with_name(f".{path.name}.tmp")
-    try:
+    figure.suptitle(said, fontsize=10)
+    with written(path) as tmp:
         figure.savefig(tmp, format="png", dpi=130)
-        os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)
 
 
 def _bound(axes: Any, result: dict[str, Any]) -> None:

@@ -2,31 +2,49 @@
 
 import math
 import os
+import unicodedata
 import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 _PADDING = 2                # black pixels between pictures and around them
 _VISIBLE = 64               # pixels to which smaller pictures are enlarged, by a whole factor
+_READABLE = 128             # the same where a caption stands below
+_LETTERS = 10               # pixels of a caption's letters
+_LINES = 4                  # of a caption that are shown
 
 
-def grid(images: Tensor, columns: int | None = None) -> np.ndarray:
+def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
     """One picture of many: uint8 (N, C, H, W) -> (H', W', C), row by row; None is near-square.
 
-    RGBA is laid on white. ValueError: not uint8, not four axes, no picture, or other channels.
+    RGBA is laid on white, captions stand below. ValueError: not uint8, not four axes, no picture, or other channels.
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
         raise ValueError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
-    if shape[1] == 4:
-        images = _on_white(images)
-    pictures = images.detach().cpu().permute(0, 2, 3, 1).numpy()
-    factor = max(1, round(_VISIBLE / min(pictures.shape[1:3])))      # of strips the narrow side
-    pictures = pictures.repeat(factor, 1).repeat(factor, 2)
+    pictures = enlarged(images, _READABLE if captions else _VISIBLE)
+    if captions:
+        pictures = np.concatenate((pictures, lettering(captions, *pictures.shape[2:])), axis=1)
+    return tiled(pictures, columns)
+
+
+def enlarged(images: Tensor, visible: int = _VISIBLE) -> np.ndarray:
+    """Small pictures by a whole factor, so that the narrow side is near `visible` pixels: uint8 (N, C, H, W) ->
+    (N, H', W', 1 or 3), RGBA laid on white.
+    """
+    pictures = on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
+    factor = max(1, round(visible / min(pictures.shape[1:3])))       # of strips the narrow side
+    return pictures.repeat(factor, 1).repeat(factor, 2)
+
+
+def tiled(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
+    """uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
     num, height, width, channels = pictures.shape
     columns = columns or near_square(num)
     rows = math.ceil(num / columns)
@@ -38,8 +56,45 @@ def grid(images: Tensor, columns: int | None = None) -> np.ndarray:
     return whole
 
 
-def _on_white(images: Tensor) -> Tensor:
-    colours, alpha = images[:, :3].float(), images[:, 3:].float() / 255
+def lettering(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
+    """Captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width, C)."""
+    font = ImageFont.load_default(_LETTERS)
+    broken = [_lines(text, font, width) for text in captions]
+    bars = []
+    for lines in broken:
+        bar = Image.new("L", (width, max(map(len, broken)) * (_LETTERS + 2) + 2))
+        ImageDraw.Draw(bar).text((1, 0), "\n".join(lines), fill=255, font=font, spacing=2)
+        bars.append(np.asarray(bar))
+    return np.stack(bars)[..., None].repeat(channels, 3)
+
+
+def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """A text broken at its blanks, where it must be within words; what 4 lines do not hold is cut off."""
+    letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    words = "".join(letter if letter.isascii() else "?" for letter in letters).split()   # Pillow's font has no others
+    lines = [""]
+    while words:
+        word = words.pop(0)
+        whole = f"{lines[-1]} {word}".lstrip()
+        if font.getlength(whole) <= width - 2:
+            lines[-1] = whole
+        elif lines[-1]:
+            lines.append("")
+            words.insert(0, word)
+        else:
+            fits = max((n for n in range(1, len(word)) if font.getlength(word[:n]) <= width - 2), default=1)
+            lines[-1] = word[:fits]
+            words[:0] = [word[fits:]] if word[fits:] else []
+    if len(lines) > _LINES:
+        lines[_LINES - 1:] = [lines[_LINES - 1][:-3] + "..."]
+    return lines
+
+
+def on_white(images: Tensor) -> Tensor:
+    """RGBA laid on white, uint8 (..., 4, H, W) -> (..., 3, H, W); others as they are."""
+    if images.shape[-3] != 4:
+        return images
+    colours, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
     return (colours * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
 
 
@@ -52,19 +107,28 @@ def near_square(num: int) -> int:
 
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
     """Writes uint8 (H, W, 1 or 3) whole or not at all; makes the folder."""
+    grey = pixels.shape[2] == 1
+    with written(path) as tmp:
+        Image.fromarray(pixels[:, :, 0] if grey else pixels).save(tmp, format="PNG")
+
+
+@contextmanager
+def written(path: str | os.PathLike) -> Iterator[Path]:
+    """A file to write that becomes `path` once it is whole, or is gone; makes the folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
     try:
-        grey = pixels.shape[2] == 1
-        Image.fromarray(pixels[:, :, 0] if grey else pixels).save(tmp, format="PNG")
+        yield tmp
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
 
 
 class Album:
-    """`arr_0` uint8 (N, H, W, C) in FOLDER/samples_NxHxWxC.npz, written piece by piece and named once it is whole."""
+    """`arr_0` uint8 (N, H, W, C), of videos (N, T, H, W, C), in FOLDER/samples_NxHxWxC.npz: written piece by piece and
+    named once it is whole.
+    """
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.path = folder / f"samples_{'x'.join(map(str, shape))}.npz"
@@ -75,10 +139,14 @@ class Album:
             self._member, {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)})
 
     def add(self, pictures: np.ndarray) -> None:
-        """The next pictures, uint8 (n, H, W, C)."""
+        """The next pictures, uint8 (n, ...)."""
         self._member.write(np.ascontiguousarray(pictures).data)
 
-    def close(self) -> None:
+    def close(self, **arrays: np.ndarray) -> None:
+        """Names the file; `arrays` are kept beside, such as arr_1=labels for ADM's evaluator."""
         self._member.close()
+        for name, array in arrays.items():
+            with self._zip.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
         self._zip.close()
         os.replace(self._tmp, self.path)

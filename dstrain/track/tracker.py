@@ -4,7 +4,7 @@
                        steps need not share stands below "timing", so that all else is equal bit
                        for bit in a resumed and an uninterrupted run, where saves fall on reports
     log.txt            the lines that were printed
-    samples/           step_00000500.png, grids
+    samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
     wandb/             see wandb_sink.py
     tensorboard/       where run.track.tensorboard asks for it
 """
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from dstrain import ranks
 from dstrain.config import Run
+from dstrain.track.figures import plot_columns
 from dstrain.track.meter import Meter
 from dstrain.track.pictures import grid, save_png
+from dstrain.track.videos import film_grid, save_gif, strip
 from dstrain.track.wandb_sink import WandbSink
 
 # Figures that two runs of the same steps need not share.
@@ -82,29 +84,49 @@ class Tracker:
         self._send({f"train/{name}": value for name, value in steady.items()}
                    | {f"timing/{name}": value for name, value in timing.items()}, done)
 
-    def scores(self, done: int, scores: dict[str, float]) -> None:
-        """Held-out figures, as of `done` steps."""
-        if self._first:
-            named = {f"held_out/{name}": value for name, value in scores.items()}
-            self._write("metrics.jsonl", _line({"step": done, **named}))
-            self.note(self._readable(done, named))
-            self._send(named, done)
-
-    def samples(self, done: int, images: Tensor, name: str = "samples",
-                columns: int | None = None) -> None:
-        """A grid of uint8 (N, C, H, W): samples/step_N.png, step_N_NAME.png for another name."""
-        if self._first:
-            pixels = grid(images, columns)
-            suffix = "" if name == "samples" else f"_{name}"
-            path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
+    def scores(self, done: int, scores: dict[str, float],
+               curves: dict[str, list[float]] | None = None) -> None:
+        """Held-out figures, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
+        if not self._first:
+            return
+        named = {f"held_out/{name}": value for name, value in scores.items()}
+        self._write("metrics.jsonl", _line({"step": done, **named}))
+        self.note(self._readable(done, named))
+        self._send(named, done)
+        for name, values in (curves or {}).items():
+            path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
-                save_png(path, pixels)
+                plot_columns(path, f"{self._run.name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._fault(path.parent.name, error)
                 return
+            self._wandb.picture(f"held_out/{name}", path, done)
+
+    def samples(self, done: int, images: Tensor, name: str = "samples", columns: int | None = None,
+                captions: Sequence[str] | None = None) -> None:
+        """A grid of uint8 (N, C, H, W): samples/step_N.png, step_N_NAME.png for another name. Of videos, uint8
+        (N, T, C, H, W), step_N.gif, and as step_N.png their frames side by side.
+        """
+        if not self._first:
+            return
+        videos = images.ndim == 5 and images.shape[1] > 1
+        pixels = strip(images, captions) if videos else grid(images[:, 0] if images.ndim == 5 else images, columns,
+                                                             captions)
+        suffix = "" if name == "samples" else f"_{name}"
+        path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
+        try:
+            save_png(path, pixels)
+            if videos:
+                save_gif(path.with_suffix(".gif"), film_grid(images, columns, captions))
+        except OSError as error:
+            self._fault(path.parent.name, error)
+            return
+        if videos:
+            self._wandb.video(name, path.with_suffix(".gif"), done)
+        else:
             self._wandb.picture(name, path, done)
-            if self._board is not None:
-                self._board.add_image(name, pixels, done, dataformats="HWC")
+        if self._board is not None:
+            self._board.add_image(name, pixels, done, dataformats="HWC")
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
         """Has `write` fill a folder RUN/model and logs it to wandb as an artifact, where track.artifact asks for it."""

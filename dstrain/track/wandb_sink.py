@@ -66,6 +66,10 @@ class WandbSink:
         """A picture file that stays where it is; returns at once."""
         self._put(("picture", {name: str(path)}, step))
 
+    def video(self, name: str, path: Path, step: int) -> None:
+        """A GIF or MP4 file that stays where it is; returns at once."""
+        self._put(("video", {name: str(path)}, step))
+
     @property
     def on(self) -> bool:
         """Whether anything is sent, or kept to be sent."""
@@ -117,8 +121,9 @@ class WandbSink:
                     model.add_dir(folder)
                     run.log_artifact(model)
                     continue
-                if kind == "picture":
-                    values = {name: self._wandb.Image(path) for name, path in values.items()}
+                if kind in ("picture", "video"):
+                    made = self._wandb.Image if kind == "picture" else self._wandb.Video       # of files as they are
+                    values = {name: made(path) for name, path in values.items()}
                 run.log({"train/step": step, **values})
             except BaseException:
                 self.dropped += 1

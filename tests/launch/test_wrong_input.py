@@ -106,6 +106,11 @@ WRONG = {
     "image sizes differ": (["data.image_size=64", "model.image_size=32"], "make both equal"),
     "label out of range": (["samples.labels=[3,10]"], "labels are 0 to 9"),
     "guidance untrained": (["model.class_dropout_prob=0"], "samples.guidance_scale=1"),
+    "prompts for classes": (["samples.prompts=[a hat]"], "samples.prompts: dit draws nothing for texts"),
+    "no prompts": (["samples.prompts=[]"], "samples.prompts=[] holds no text"),
+    "an empty prompt": (["samples.prompts=[a hat, ' ']"], "or an empty one"),
+    "prompts and labels": (["samples.prompts=[a hat]", "samples.labels=[1]"], "give one of the two"),
+    "frames of pictures": (["samples.num_frames=5"], "samples.num_frames=5: dit draws no videos"),
     "unknown sampler": (["samples.sampler=dpm"], "samples.sampler=dpm is none of"),
     "too many sampling steps": (["samples.num_steps=2000"], "samples.num_steps=2000"),
     # files and paths

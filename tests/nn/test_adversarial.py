@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dstrain.nn.adversarial import PatchDiscriminator, balance, gradient, hinge, least_size
+from dstrain.nn.adversarial import PatchDiscriminator, balance, gradient, hinge, least_size, slope_between
 
 
 def test_receptive_field_and_size():
@@ -57,3 +57,44 @@ def test_gradient():
     """Oracle: the derivative of a square, each sample's of its own value only."""
     x = torch.randn(3, 1, 2, 2, requires_grad=True)
     torch.testing.assert_close(gradient(x.square().flatten(1).sum(1), x), 2 * x.detach())
+
+
+def test_slope():
+    """Oracle: autograd from outside, its gradient in a weight by finite differences, and logits as without it."""
+    torch.manual_seed(0)
+    network, x = PatchDiscriminator(1, 16, 1).double(), torch.randn(3, 1, 12, 12, dtype=torch.float64)
+    network._logits = network.main                # in float64 throughout
+    logits, slope = network(x, 2)
+    assert torch.equal(logits, network(x)) and slope.shape == (2,)
+    at = x[:2].clone().requires_grad_()
+    expected = torch.autograd.grad(network(at).sum(), at)[0].square().sum((1, 2, 3)) / logits[0].numel()
+    torch.testing.assert_close(slope, expected)
+    weight = network.main[2].weight
+    moved = torch.autograd.grad(slope.sum(), weight)[0][1, 2, 3, 0]
+    ends = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            weight[1, 2, 3, 0] += step
+        ends.append(network(x, 2)[1].sum())
+        with torch.no_grad():
+            weight[1, 2, 3, 0] -= step
+    torch.testing.assert_close((ends[0] - ends[1]) / 2e-5, moved, rtol=1e-4, atol=1e-8)
+
+
+def test_slope_between():
+    """Oracle: the exact slope, which the mean over many small steps approaches."""
+    torch.manual_seed(0)
+    network, x = PatchDiscriminator(1, 16, 1), torch.randn(1, 1, 12, 12)
+    exact = network(x, 1)[1]
+    stepped = x + 0.01 * torch.randn(8000, 1, 12, 12)
+    with torch.no_grad():
+        found = slope_between(network(x).expand(8000, -1, -1, -1), network(stepped), 0.01)
+    torch.testing.assert_close(found.mean(), exact[0].detach(), rtol=0.08, atol=0.0)
+
+
+def test_slope_of_scattered_weights():
+    """Oracle: the refusal, with the remedy."""
+    network = PatchDiscriminator(1, 16, 1)
+    network.main[0].weight.data = torch.empty(0)
+    with pytest.raises(ValueError, match="penalty.form: .*ZeRO-3 scatters them; take approximate"):
+        network(torch.zeros(1, 1, 12, 12), 1)

@@ -56,6 +56,9 @@ def test_histogram():
     tokens = torch.randint(0, 9, (4, 5, 5))
     expected = torch.stack([torch.bincount(row.flatten(), minlength=9) / 25 for row in tokens])
     torch.testing.assert_close(histogram(tokens, 9), expected)
+    counted = torch.zeros(4, 5, 5, dtype=torch.bool)
+    counted[:, :2] = True
+    torch.testing.assert_close(histogram(tokens, 9, counted), histogram(tokens[:, :2], 9))
 
 
 def test_usage_does_not_depend_on_the_batch():

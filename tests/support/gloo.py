@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dstrain import ranks
+
 
 def _enter(rank: int, world: int, meeting: str, results: Any, work: Callable,
            arguments: tuple) -> None:
@@ -16,7 +18,7 @@ def _enter(rank: int, world: int, meeting: str, results: Any, work: Callable,
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     results[rank] = work(rank, *arguments)
-    dist.barrier()
+    ranks.leave()
     dist.destroy_process_group()
 
 

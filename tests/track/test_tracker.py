@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from dstrain.config import Run, Track
 from dstrain.track.pictures import grid
 from dstrain.track.tracker import Tracker, read_metrics
+from dstrain.track.videos import film_grid, strip
 
 RUN = Run(steps=20, track=Track(wandb="disabled"))
 
@@ -116,6 +117,36 @@ def test_samples_are_a_grid_in_the_folder(tmp_path):
                               grid(images, columns))
 
 
+@pytest.mark.parametrize("captions", [None, ["a hat moving up", "", "a shoe", "a bag", "a coat"]])
+def test_videos_are_a_film_in_the_folder(tmp_path, captions):
+    """Oracle: the library's own grid and strip (see test_videos), against the files as Pillow reads them."""
+    clips = torch.randint(0, 256, (5, 4, 1, 16, 16), dtype=torch.uint8)
+    track = tracker(tmp_path)
+    track.samples(500, clips, columns=5, captions=captions)
+    track.samples(500, clips[:, :1], "first", captions=captions)         # of one frame: a picture
+    folder = tmp_path / "samples"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000500.gif", "step_00000500.png",
+                                                              "step_00000500_first.png"]
+    with Image.open(folder / "step_00000500.gif") as image:
+        found = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(image)]
+    assert np.array_equal(np.stack(found)[..., None], film_grid(clips, 5, captions))
+    pixels = np.asarray(Image.open(folder / "step_00000500.png"))
+    assert np.array_equal(pixels[..., None], strip(clips, captions))
+    pixels = np.asarray(Image.open(folder / "step_00000500_first.png"))
+    assert np.array_equal(pixels[..., None], grid(clips[:, 0], None, captions))
+
+
+def test_curves_are_drawn(tmp_path):
+    """Oracle: a file for each curve, the same for the same values and another for others."""
+    track = tracker(tmp_path)
+    for done, values in ((1, [0.5, 0.25, 0.25]), (2, [0.25, 0.25, 0.5]), (3, [0.9, 0.1, 0.0])):
+        track.scores(done, {"loss": 0.5}, {"usage": values})
+    files = [tmp_path / "samples" / f"step_0000000{done}_usage.png" for done in (1, 2, 3)]
+    assert sorted((tmp_path / "samples").iterdir()) == files
+    first, second, third = (np.asarray(Image.open(path))[60:] for path in files)                # below the title
+    assert np.array_equal(first, second) and not np.array_equal(first, third)                   # by rank
+
+
 @pytest.mark.parametrize("tail",
                          [b"", b'{"step": 12, "lo', b'{"step": 1', b"\xff\xfe\n\n[]\n3\n{}\n"])
 def test_resumed_metrics_equal_those_of_an_uninterrupted_run(tmp_path, tail):
@@ -167,6 +198,8 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
     for done in (1, 2):
         track.report(done, {"lr": 1e-4})
         track.samples(done, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+        track.samples(done, torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8))
+        track.scores(done, {}, {"usage": [1.0, 0.0]})
     track.close()
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl can not be written") == said.count(

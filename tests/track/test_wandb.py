@@ -79,6 +79,7 @@ track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",))
 track.add("denoiser", {"loss": torch.tensor(0.5)})
 track.report(10, {"lr": 0.25})
 track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+track.samples(10, torch.zeros(4, 5, 3, 8, 8, dtype=torch.uint8), "films", captions=["a hat"] * 4)
 track.scores(10, {"loss": 0.125})
 track.close()
 assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
@@ -143,6 +144,9 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     assert (train["train/loss"], train["train/lr"], train["train/step"]) == ("0.5", "0.25", "10")
     assert any(entry.get("held_out/loss") == "0.125" for entry in entries)
     assert any("image-file" in str(entry) for entry in entries)
+    films = [entry for entry in entries if any(name.startswith("films") for name in entry)]
+    assert films and all("video-file" in str(entry) and ".gif" in str(entry) for entry in films)
+    assert list((folder / "wandb").glob("offline-run-*/files/media/videos/films*.gif"))
 
 
 def closed_port() -> int:

@@ -4,6 +4,9 @@ All randomness is drawn from the samples' keys by name: timestep, noise, drop (o
 start and noise/0, noise/1, ... in the order of the chain.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,8 @@ from dstrain.systems.dit.network import DiT, DiTBlock
 
 class DiTSystem(System):
     """Peebles & Xie 2022. `config` says what each choice means."""
+
+    in_pipeline = "transformer"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -86,7 +91,7 @@ class DiTSystem(System):
 
         8-bit pixels have a likelihood; latents and flow matching have none here, and no chain to shorten (ValueError).
         """
-        if self.config.objective == "diffusion" and self._models_pixels():
+        if self.config.objective == "diffusion" and self.models_pixels():
             y = self._labels(example, example["x_start"])
             network = lambda x_t, t: nets["denoiser"](x_t, t, y)
             return measured_bits(self.diffusion, network, example["x_start"], example["key"], num_steps, progress)
@@ -154,7 +159,7 @@ class DiTSystem(System):
         total, count = self.diffusion.num_timesteps, request.num_steps
         if not 1 <= count <= total:
             raise ValueError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
-        clip = self._models_pixels()
+        clip = self.models_pixels()
         if request.sampler == "ddim":
             # Evenly strided as published, where such a stride exists.
             spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
@@ -167,7 +172,7 @@ class DiTSystem(System):
             return self.flow.euler(network, x, request.num_steps)
         return self.flow.heun(network, x, max(request.num_steps // 2, 1))        # two evaluations a step
 
-    def _models_pixels(self) -> bool:
+    def models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that predicted x_start may be clipped to it; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
@@ -188,6 +193,9 @@ class DiTSystem(System):
             network = self.networks()[part]
         return weights.adapt(state, network)
 
+    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        return weights.from_diffusers(state, said, self.config)
+
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (DiTBlock,)
 
@@ -199,7 +207,7 @@ class DiTSystem(System):
         positions = torch.arange(batch_size)
         batch = {"key": draws.keys(0, 0, positions)}
         batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
-        if not self.config.codes and (self.first_stage or self._models_pixels()):
+        if not self.config.codes and (self.first_stage or self.models_pixels()):
             size = self.config.image_size
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
             batch["image"] = draws.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)

@@ -6,6 +6,9 @@ All randomness is drawn from the samples' keys by name: timestep and noise; in g
 Source: Nichol & Dhariwal 2021 (arXiv:2102.09672).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +26,8 @@ from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet
 
 class IDDPMSystem(System):
     """Nichol & Dhariwal 2021. `config` says what each choice means."""
+
+    in_pipeline = "unet"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -84,12 +89,12 @@ class IDDPMSystem(System):
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
         noise = draws.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
-        return self.diffusion.training_losses(self._network(nets, example), example["x_start"], t, noise)
+        return self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
 
     def _quartile(self, t: Tensor) -> Tensor:
         return 4 * t // self.config.diffusion_steps
 
-    def _network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
+    def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """The denoiser with its conditions in place; what it is not conditioned on is left aside."""
         given = (conditions["low_res"],) if self.starts_from_data else ()
         if self.config.class_cond:
@@ -108,7 +113,7 @@ class IDDPMSystem(System):
         Super-resolution is measured given the small picture.
         """
         chain = self._chain(self.config.timestep_respacing) if num_steps is None else self.diffusion
-        network = self._network(nets, example)
+        network = self.network(nets, example)
         return measured_bits(chain, network, example["x_start"], example["key"], num_steps, progress)
 
     def _chain(self, spec: str) -> GaussianDiffusion:
@@ -137,7 +142,7 @@ class IDDPMSystem(System):
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
         keys = draws.keys_of_seeds(request.seeds)
-        x, network = draws.normal(keys, "start", self.shape), self._network(nets, conditions)
+        x, network = draws.normal(keys, "start", self.shape), self.network(nets, conditions)
         chain = self._chain(self._spec(request))
         if request.sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
@@ -220,6 +225,9 @@ class IDDPMSystem(System):
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.config)
+
+    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        return weights.from_diffusers(state, said, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (ResBlock, AttentionBlock)

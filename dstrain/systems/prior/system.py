@@ -7,7 +7,7 @@ All randomness is drawn from the samples' keys by name: timestep, noise, drop (o
 start and noise/0, noise/1, ... in the order of the chain, of candidate j > 0 behind "candidate/j/".
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ _PROMPTS = 64                                     # texts that are encoded at on
 class PriorSystem(System):
     """Ramesh et al. 2022, section 2.2. `config` says what each choice means."""
 
+    in_pipeline = "prior"
     generates = False                             # embeddings are no pictures to look at
 
     def __init__(self, config: Config) -> None:
@@ -290,6 +291,11 @@ class PriorSystem(System):
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.mean, self.std)
+
+    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """The names are ours already."""
+        weights.require_same(said, self.config)
+        return state, []
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Matrices alone: positions, query and nulls are single vectors."""

@@ -13,7 +13,7 @@ init_from takes the folder or its prior/, with the null text.
 Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dstrain import draws
+from dstrain.diffusion.published import PREDICTIONS
 from dstrain.systems.base import Example
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
 from dstrain.systems.prior.system import PriorSystem
 
-NAME = "PriorTransformer"
-NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not bring it there"
-_PREDICTIONS = {"x_start": "sample", "eps": "epsilon", "v": "v_prediction"}        # ours -> diffusers'
+_NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not bring it there"
+_CODE = """\
+from diffusers import PriorTransformer
+prior = PriorTransformer.from_pretrained("OUT/prior")
+x_start = prior(x_t, t, text_embed, text_encodings, text_mask).predicted_image_embedding    # t of scheduler/"""
 _NULL = Path("prior") / "null_text.safetensors"
 
 
+def about(system: PriorSystem) -> tuple[str, str, str]:
+    return "PriorTransformer", _NOTE if system.config.normalize_embeds else "", _CODE
+
+
 def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]] = dict) -> None:
-    """Writes the folder; `statistics` are an autoencoder's. ValueError: what diffusers' layout cannot express."""
+         statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
+    """Writes the folder; `statistics` are an autoencoder's, a prior has no `classes`.
+
+    ValueError: what diffusers' layout cannot express.
+    """
     from diffusers import PriorTransformer
 
     config = system.config
@@ -58,7 +68,7 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     from diffusers import PriorTransformer
 
     device, count = example["x_start"].device, len(example["x_start"])
-    theirs = PriorTransformer.from_pretrained(folder / "prior").to(device).eval()
+    theirs = PriorTransformer.from_pretrained(folder / "prior", low_cpu_mem_usage=False).to(device).eval()
     t = torch.linspace(0, system.config.timesteps - 1, count, device=device).long()
     x_t = system.diffusion.q_sample(example["x_start"], t, draws.normal(example["key"], "noise", system.shape))
     said = system.said(example, torch.zeros(count, dtype=torch.bool, device=device))
@@ -101,7 +111,7 @@ def _scheduler(system: PriorSystem) -> Any:
     from diffusers import DDPMScheduler, UnCLIPScheduler
 
     config = system.config
-    common = {"num_train_timesteps": config.timesteps, "prediction_type": _PREDICTIONS[config.prediction],
+    common = {"num_train_timesteps": config.timesteps, "prediction_type": PREDICTIONS[config.prediction],
               "clip_sample": False}
     if config.beta_schedule in ("cosine", "squaredcos_cap_v2") and config.prediction != "v":
         return UnCLIPScheduler(**common, variance_type="fixed_small_log")

@@ -1,7 +1,9 @@
 """Fitting published priors: their statistics of image embeddings, and the weights that they do not have."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,6 +85,20 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
                 "; guide samples only after training with dropped texts" if name.startswith("null") else ""))
     fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_natural), _REMEDIES)
     return state, sorted(notes)
+
+
+def require_same(said: Mapping[str, Any], config: Config) -> None:
+    """Whether a config.json of diffusers is of this network as far as weights do not show it.
+
+    ValueError: the first difference.
+    """
+    if said.get("_class_name") != "PriorTransformer":
+        raise ValueError(f"weights: config.json is of class {said.get('_class_name')}, system prior takes a "
+                         "PriorTransformer")
+    for name, ours, usual in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
+        if said.get(name, usual) != getattr(config, ours):
+            raise ValueError(f"weights: {name} is {said.get(name, usual)} in config.json, model.{ours} is "
+                             f"{getattr(config, ours)}; set it to what the file was made with")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

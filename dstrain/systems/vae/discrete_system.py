@@ -33,6 +33,7 @@ class DiscreteSystem(AutoencoderSystem):
         super().__init__(config)
         self.parts = {"autoencoder": self.learn}
         self.chosen = config.discrete
+        self.codebook_size = self.chosen.num_tokens
         side = config.image_size // config.factor
         self.latent_shape = (self.chosen.num_tokens, side, side)
 

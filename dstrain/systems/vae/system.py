@@ -5,6 +5,8 @@ image: the evidence lower bound of the image, divided by its number of values, s
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ class AutoencoderSystem(System):
     """The part `autoencoder` and what is measured and shown of it. `config` says what each choice means."""
 
     generates = False
+    in_pipeline = "vae"
     starts_from_data = True
     averaged = ("autoencoder",)
     remedies: dict[str, Remedies]                 # by part, for weights that do not fit: pattern of a name -> fields
@@ -52,6 +55,13 @@ class AutoencoderSystem(System):
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.remedies[part])
+
+    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """The names are ours already."""
+        with torch.device("meta"):
+            network = self.networks()["autoencoder"]
+        weights.require_same(said, getattr(network, "config", {}))
+        return state, []
 
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels with keys, of step 0."""

@@ -2,13 +2,17 @@
 
 What every system's to_diffusers.py offers to dstrain/export.py:
 
-    NAME                                       what it becomes
-    save(system, nets, folder, statistics)     writes what diffusers loads; ValueError: it cannot be expressed, and why
+    about(system)                              what it becomes, what whoever loads it has to know ("": nothing), and
+                                               lines of Python that load it from "OUT"
+    save(system, nets, folder, statistics, classes)
+                                               writes what diffusers loads; ValueError: it cannot be expressed, and why
     errors(system, nets, folder, example)      what diffusers makes of it, read again, against the trained networks: the
                                                largest relative difference by name
+    TOLERATED                                  the largest difference that is kept, by name, where it is another than
+                                               export.py's
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,21 @@ from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
 
-NAME = "AutoencoderKL"
+_CODE = """\
+from diffusers import AutoencoderKL
+vae = AutoencoderKL.from_pretrained("OUT")
+latents = vae.encode(images).latent_dist.sample() * vae.config.scaling_factor      # images (B, C, H, W) in [-1, 1]"""
+
+
+def about(system: AutoencoderSystem) -> tuple[str, str, str]:
+    return "AutoencoderKL", "", _CODE
 
 
 def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
-         statistics: Callable[[], dict[str, Any]]) -> None:
-    """A folder with config.json and weights; `statistics` gives scaling_factor, 1 / std of the latents."""
+         statistics: Callable[[], dict[str, Any]], classes: Callable[[], Sequence[str]] = tuple) -> None:
+    """A folder with config.json and weights; `statistics` gives scaling_factor, 1 / std of the latents. It has no place
+    for the names of `classes`.
+    """
     from diffusers import AutoencoderKL
 
     if not isinstance(system, KLSystem):

@@ -1,11 +1,14 @@
 """Fitting files of the original trainers to our networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from dstrain.nn.fitting import Remedies, require_fit, shapes_of
 
+_CLASS = "AutoencoderKL"
 _PART = "vae."                                    # of a DALL-E checkpoint, whose other entries are the transformer's
 
 # What diffusers called the attention of older files, Stable Diffusion's among them.
@@ -41,6 +44,20 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
             state[name] = tensor[:, :, 0, 0]                              # attention as convolutions of 1 x 1
     require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
     return state, notes
+
+
+def require_same(said: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Whether a config.json of diffusers is of this network as far as weights do not show it; `config`: its own.
+
+    ValueError: the first difference.
+    """
+    if said.get("_class_name") != _CLASS:
+        raise ValueError(f"weights: config.json is of class {said.get('_class_name')}, system vae takes an {_CLASS}")
+    for name, usual, remedy in (("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
+                                ("act_fn", "silu", "this network has no other")):
+        if config and said.get(name, usual) != config[name]:
+            raise ValueError(f"weights: {name} is {said.get(name, usual)} in config.json and {config[name]} in the "
+                             f"network; {remedy}")
 
 
 def _renamed(name: str) -> str:

@@ -1,0 +1,71 @@
+"""The model card of an export: README.md, which says what a folder is, how it came to be and how it is loaded.
+
+What it says stands in the run's folder (dstrain/folders.py) and in the checkpoint's manifest. The licence is left to
+whoever publishes the folder.
+"""
+
+import importlib.metadata
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from dstrain import __version__
+from dstrain.config import Run
+from dstrain.engine.manifest import manifest
+from dstrain.recipe import dump
+
+GRID = "samples.png"
+_KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
+_LIBRARIES = ("torch", "diffusers", "safetensors")
+
+
+def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], name: str,
+          note: str, code: str, errors: Mapping[str, float]) -> None:
+    """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
+
+    title   what the folder is called when it is whole             note   what whoever loads it has to know
+    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that loads it from "OUT"
+            what of it was taken                                   errors against the trained network, relative
+    """
+    sealed = manifest(checkpoint)
+    versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
+    here = ", ".join([f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}"
+                                                  for library in _LIBRARIES)])
+    data = (folder / "data.txt").read_text(encoding="utf-8").strip() if (folder / "data.txt").exists() else "unknown"
+    facts = {
+        "System": f"{run.system}, as diffusers' {name}", "Run": run.name,
+        "Step": f"{sealed['step']:,} of {run.steps:,}",
+        "Weights": "; ".join(f"{part}: {_said(kind)}" for part, kind in kinds.items()),
+        "Seed": str(run.seed), "Data": f"{run.data.path} ({data})", "Trained with": versions, "Exported with": here,
+        "Difference": ", ".join(f"{error:.1e} ({of})" for of, error in errors.items())
+                      + ", relative, of what diffusers computes from this folder and the trained network"}
+    lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
+    if (grid := _newest_grid(folder / "samples")) is not None:
+        shutil.copyfile(grid, out / GRID)
+        lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {_in_a_table(value)} |" for key, value in facts.items()), ""]
+    lines += ["```python", code.replace('"OUT', f'"{title}'), "```", ""]
+    lines += [f"Note: {note}.", ""] if note else []
+    lines += ["## Recipe", "", "```yaml", dump(run).rstrip(), "```", "", "## Licence", "",
+              "Not stated: whoever publishes these weights says here under which licence, and what that of the data "
+              "allows.", ""]
+    (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _said(kind: str) -> str:
+    name, _, decay = kind.partition(".")
+    return f"{_KINDS[name]} {decay}".rstrip()
+
+
+def _in_a_table(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _newest_grid(samples: Path) -> Path | None:
+    """The last grid that training has drawn; of what draws none, the last reconstruction."""
+    for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
+        grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]
+        if grids:
+            return max(grids, key=lambda path: int(path.name.split("_")[1].removesuffix(".png")))
+    return None

@@ -1,0 +1,331 @@
+"""A checkpoint's sharded weights as safetensors files in Hugging Face's layout, by streaming.
+
+    RUN, CHECKPOINT    dstrain's named fragments: the training weights or an average; nothing is pickled
+    anything else      DeepSpeed's own ZeRO-1/2/3 checkpoint, see engine/deepspeed_files.py; dstrain's with
+                       save.format=deepspeed, too, where the training weights are asked for
+
+One buffer of 256 kB is all that is held of the weights (one tensor, where DeepSpeed kept it in another order than
+row-major). Neither torch nor DeepSpeed is imported and no process group is made. A tied weight is written under each of
+its names, so that every reader's strict loading is satisfied; dstrain's own networks tie none.
+
+Written are model.safetensors, or model-00001-of-0000N.safetensors and model.safetensors.index.json, in a folder for
+each part where there are several; recipe.yaml, as the run resolved it; consolidated.json, which says what this is.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dstrain import __version__
+from dstrain.engine import deepspeed_files, streams, torch_files
+from dstrain.engine.manifest import NAME, faults, manifest
+from dstrain.engine.streams import FLOATS, SIZES, Entry, Span, Stored
+
+class Refused(ValueError):
+    """An order that cannot be carried out, for a reason that the message says."""
+
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+DESCRIPTION = "consolidated.json"
+_COMMON = "common.safetensors"
+_SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to consolidate."""
+
+    source: Path                               # a run's folder, a checkpoint's, or DeepSpeed's own
+    out: Path                                  # a new folder
+    weights: str | None = None                 # raw, ema, ema:DECAY; None: the first average, else raw
+    part: str | None = None                    # None: every part
+    step: int | None = None                    # None: the newest
+    tag: str | None = None                     # of DeepSpeed's; None: as `latest` says
+    dtype: str = "float32"                     # of weights; floating buffers keep theirs, in float32 at least
+    shard_size: int = 5_000_000_000            # bytes
+    trust_pickle: bool = False
+
+
+@dataclass
+class Plan:
+    """What will be written, before anything is."""
+
+    parts: dict[str, list[Entry]]              # "" where there is only one, without a name
+    weights: dict[str, str]                    # part: raw or ema:DECAY
+    facts: dict[str, Any]                      # for consolidated.json
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    recipe: Path | None = None
+    verify: Callable[[Callable[[int], Any]], None] = lambda _: None
+    to_verify: int = 0                         # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entries in self.parts.values() for entry in entries)
+
+
+def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
+    """Writes order.out, whole or not at all; `bar` is given the bytes to be done and returns what is told of each.
+
+    ValueError: not there, damaged, not to be merged, out is there already or does not fit on the disk; with the remedy.
+    """
+    if order.out.exists() or order.out.is_symlink():
+        raise ValueError(f"--out {order.out} is there already: name a new folder")
+    plan = look(order)
+    tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
+    told = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
+    plan.verify(told)
+    try:
+        tmp.mkdir(parents=True)
+        free = shutil.disk_usage(tmp).free
+        if free < plan.nbytes:
+            raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB free")
+        for part, entries in plan.parts.items():
+            said = {"weights": plan.weights[part], "step": str(plan.facts["step"]), **({"part": part} if part else {})}
+            several = len(plan.parts) > 1
+            streams.write_model(tmp / part if several else tmp, entries, order.shard_size, said, told)
+        if plan.recipe:
+            shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
+        (tmp / DESCRIPTION).write_text(json.dumps(_description(order, plan), indent=2) + "\n", encoding="utf-8")
+        os.rename(tmp, order.out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ValueError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
+                             "there: make room, or name a folder elsewhere") from None
+        raise ValueError(f"--out {order.out} was not written: {error}") from None
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return plan
+
+
+def look(order: Order) -> Plan:
+    """What an order means: reads headers only. ValueError as `consolidate`."""
+    source = order.source
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
+    checkpoint = _checkpoint(source, order.step)
+    if checkpoint is None:
+        folder = deepspeed_files.tag_folder(source, order.tag)
+        if folder is None:
+            raise ValueError(f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
+                             "(*_model_states.pt)")
+        return _of_deepspeed(order, folder)
+    if order.tag is not None:
+        raise ValueError(f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave it "
+                         "out, or choose with --step")
+    return _of_dstrain(order, checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------------------ dstrain's
+
+def _checkpoint(source: Path, step: int | None) -> Path | None:
+    """The folder of one checkpoint of dstrain's; None: this is none of its folders."""
+    store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
+    if (source / NAME).exists() or (source / _COMMON).exists():
+        if step not in (None, _step(source)):
+            raise ValueError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
+        return source
+    if store is None:
+        if (source / "run.yaml").exists():
+            raise ValueError(f"{source} holds no checkpoint yet: train first")
+        return None
+    steps = _steps(store)
+    if step is not None and step not in steps:
+        raise ValueError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
+                         f"{', '.join(map(str, steps))}")
+    return steps[max(steps) if step is None else step]
+
+
+def _steps(store: Path) -> dict[int, Path]:
+    """Checkpoints by step, ascending; other programs may call DeepSpeed's tags alike."""
+    paths = sorted(store.iterdir()) if store.is_dir() else []
+    return {int(match[1]): path for path in paths
+            if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)}
+
+
+def _step(checkpoint: Path) -> int | None:
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
+    try:
+        body = manifest(checkpoint)
+    except ValueError as error:
+        raise _damaged(checkpoint, str(error)) from None
+    said: dict[str, dict] = body["files"]
+    there = sorted({match[1] for name in said if (match := _SHARD.fullmatch(name))})
+    if order.part is not None and order.part not in there:
+        raise ValueError(f"--part {order.part}: {checkpoint} holds {', '.join(there)}")
+    recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
+                   if path.exists()), None)
+    run = _run(recipe)
+    plan = Plan({}, {}, {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"),
+                         "run": run.get("name"), "world": body["world"], "versions": body["versions"],
+                         "score": body["extra"].get("score"), "data": _data(recipe),
+                         "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()},
+                recipe=recipe)
+    used = {_COMMON}
+    kinds = {part: _Fragments(checkpoint, part, said) for part in ([order.part] if order.part else there)}
+    decays = {part: found.decays() for part, found in kinds.items()}
+    for part, found in kinds.items():
+        kind = _kind(order, checkpoint, part, decays)
+        native = kind == "master" and kind not in found.pieces
+        if native and not (checkpoint / "deepspeed" / part).is_dir():
+            raise _damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+        if native:
+            used |= {name for name in said if name.startswith(f"deepspeed/{part}/")}
+            merged = deepspeed_files.read(checkpoint / "deepspeed" / part, order.trust_pickle, DTYPES[order.dtype])
+            plan.parts[part], plan.tied[part] = merged.entries, merged.tied
+        else:
+            used |= set(found.files)
+            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in found.tensors(kind)]
+            plan.parts[part] = entries + list(_buffers(checkpoint, part))
+        plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
+    plan.to_verify = sum(said[name]["size"] for name in used)
+    plan.verify = lambda told: _verify(checkpoint, sorted(used), said, told)
+    return plan
+
+
+class _Fragments:
+    """The shards of one part: where each tensor's bytes lie. See engine/fragments.py, which writes them."""
+
+    def __init__(self, folder: Path, part: str, said: dict[str, dict]) -> None:
+        self.part, self.folder = part, folder
+        self.files = sorted(name for name in said if (match := _SHARD.fullmatch(name)) and match[1] == part)
+        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}       # kind: name: (first element, bytes)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.files:
+            try:
+                self._index(folder / name)
+            except FileNotFoundError:
+                raise _damaged(folder, f"{name} is missing") from None
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(folder, f"{name}: {error}") from None
+
+    def decays(self) -> list[float]:
+        return [float(kind.removeprefix("ema.")) for kind in self.pieces if kind.startswith("ema.")]
+
+    def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
+        """Every tensor of a kind, in the order of saving."""
+        for name, pieces in self.pieces[kind].items():
+            done, spans = 0, []
+            for start, span in sorted(pieces, key=lambda piece: (piece[0], -piece[1].nbytes)):
+                end = start + span.nbytes // 4
+                if start <= done < end:
+                    spans.append(Span(span.path, span.offset + 4 * (done - start), 4 * (end - done)))
+                    done = end
+            if done != math.prod(self.shapes[name]):
+                raise _damaged(self.folder, f"elements of {kind}/{name} from {done} on are in none of its files")
+            yield name, Stored("F32", self.shapes[name], tuple(spans))
+
+    def _index(self, path: Path) -> None:
+        header, metadata, data = streams.read_header(path)
+        for key, (shape, start, numel) in json.loads(metadata["fragments"]).items():
+            kind, name = key.split("/", 1)
+            name = name.partition("#")[0]
+            (span,) = streams.stored(path, header[key], data).spans
+            if header[key]["dtype"] != "F32" or span.nbytes != 4 * numel:
+                raise ValueError(f"{key} is not {numel} numbers of float32")
+            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                raise ValueError(f"{name} has another shape than in the other files")
+            self.pieces.setdefault(kind, {}).setdefault(name, []).append((start, span))
+
+
+def _buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
+    """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
+    try:
+        header, _, data = streams.read_header(checkpoint / _COMMON)
+    except FileNotFoundError:
+        raise _damaged(checkpoint, f"{_COMMON} is missing") from None
+    except ValueError as error:
+        raise _damaged(checkpoint, str(error)) from None
+    prefix = f"buffer/{part}/"
+    for name, entry in header.items():
+        if name.startswith(prefix):
+            dtype = "F32" if entry["dtype"] in FLOATS and SIZES[entry["dtype"]] < 4 else entry["dtype"]
+            yield Entry(name.removeprefix(prefix), streams.stored(checkpoint / _COMMON, entry, data), dtype)
+
+
+def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
+    """master or ema.DECAY. A part without averages among others that have some is taken as it was trained."""
+    wanted, _, text = (order.weights or "").partition(":")
+    own, others = decays[part], [decay for found in decays.values() for decay in found]
+    if wanted == "raw":
+        return "master"
+    if wanted and not others:
+        raise ValueError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
+                         "--weights raw")
+    try:
+        decay = float(text) if text else (own or [math.nan])[0]
+    except ValueError:
+        raise ValueError(f"--weights {order.weights}: {text} is no decay; write ema:0.9999") from None
+    if own and text and decay not in own:
+        raise ValueError(f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
+                         f"{', '.join(f'ema:{d!r}' for d in own)}, and raw")
+    return f"ema.{decay!r}" if own else "master"
+
+
+def _verify(checkpoint: Path, names: list[str], said: dict[str, dict], told: Callable[[int], Any]) -> None:
+    for name in names:
+        if wrong := faults(checkpoint, [name], said):
+            raise _damaged(checkpoint, wrong[0])
+        told(said[name]["size"])
+
+
+def _damaged(checkpoint: Path, reason: str) -> ValueError:
+    return ValueError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
+
+
+def _run(recipe: Path | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    import yaml
+    found = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _data(recipe: Path | None) -> str | None:
+    """The fingerprint of what the run was trained on."""
+    path = recipe.with_name("data.txt") if recipe else None
+    return path.read_text(encoding="utf-8").strip() if path and path.exists() else None
+
+
+# ---------------------------------------------------------------------------------------------------------- DeepSpeed's
+
+def _of_deepspeed(order: Order, folder: Path) -> Plan:
+    for option, given, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
+        if given is not None:
+            raise ValueError(f"{option} {given}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
+    if order.weights not in (None, "raw"):
+        raise ValueError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no averages: "
+                         "take --weights raw")
+    merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
+    facts = {"seed": None, **merged.facts, "tag": folder.name}
+
+    def verify(told: Callable[[int], Any]) -> None:
+        for span, crc in merged.sums.items():
+            if torch_files.altered(span, crc):
+                raise ValueError(f"checkpoint {folder} is damaged ({span.path.name} has altered bytes): take another "
+                                 "with --tag")
+            told(span.nbytes)
+
+    return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,
+                to_verify=sum(span.nbytes for span in merged.sums))
+
+
+def _description(order: Order, plan: Plan) -> dict[str, Any]:
+    parts = {part or "model": {"weights": plan.weights[part], "tensors": len(entries),
+                               "parameters": sum(entry.source.numel for entry in entries),
+                               "bytes": sum(entry.nbytes for entry in entries), "tied": plan.tied.get(part, {})}
+             for part, entries in plan.parts.items()}
+    return {"written_by": f"dstrain {__version__}", "source": order.source.name, "dtype": order.dtype,
+            "parts": parts, **plan.facts}

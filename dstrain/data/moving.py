@@ -1,0 +1,118 @@
+"""The built-in clips: Fashion-MNIST items moving over a black canvas, captioned: "an ankle boot moving left".
+
+A sample (see videos.py for what items hold) is a function of its index alone: which item, which of the five motions,
+how fast, from where. A straight motion covers 0.6 to 1 of the way that the canvas leaves, a bouncing item 1.2 to 2.2
+times that way along each axis, so that it turns at least once. Places lie between pixels, where the item is blended.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dstrain import draws
+from dstrain.data.images import FASHION, Fashion
+from dstrain.data.order import permute
+from dstrain.data.rows import packed
+
+MOVING = "builtin:moving-fashion"
+MOTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1),
+           "bouncing": (1, 1)}                    # direction along x and y, which grows downwards
+_VERSION = 1                                      # of the clips, for the fingerprint
+
+
+@dataclass
+class MovingFashion:
+    """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
+
+    num_frames, height, width: of the clips; the items are squares of half the shorter side. split: "train", "held_out".
+    """
+
+    num_frames: int
+    height: int = 32
+    width: int = 32
+    channels: int = 1
+    split: str = "train"
+    classes = FASHION
+    captioned = True
+    light = True
+
+    def __post_init__(self) -> None:
+        side = min(self.height, self.width) // 2
+        if side < 4:
+            raise ValueError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 32")
+        self.items = Fashion(side, 1, self.split)
+        self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.num_frames, self.channels, self.height, self.width
+
+    def __len__(self) -> int:
+        return len(self.items) * len(MOTIONS)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+        item = self.items[self._number(index)]
+        x, y = self._path(index)
+        video = _placed(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
+        return {"video": video[:, None].expand(self.shape), "frames": self.num_frames,
+                "caption": packed(self.caption(index)), "label": item["label"]}
+
+    def caption(self, index: int) -> str:
+        """What the clip shows."""
+        name = FASHION[int(self.items.labels[self._number(index)])]
+        return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {self._motion(index)}"
+
+    def _number(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return int(self.order[index]) // len(MOTIONS)
+
+    def _motion(self, index: int) -> str:
+        return list(MOTIONS)[int(self.order[index]) % len(MOTIONS)]
+
+    def _path(self, index: int) -> tuple[Tensor, Tensor]:
+        """The upper left corner of the item in each frame, pixels: float32 (T,) each."""
+        way, begin, across, turned = draws.uniform(draws.keys_of_seeds(torch.tensor([int(self.order[index])])),
+                                                   "motion", (4,))[0].tolist()
+        side = self.items.image_size
+        rooms = self.width - side, self.height - side                    # how far x and y reach
+        time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
+        directions, places = MOTIONS[self._motion(index)], []
+        bounces = all(directions)
+        for axis, (room, direction) in enumerate(zip(rooms, directions)):
+            if bounces:
+                distance = (1.2 + way) * max(rooms)                      # the same speed along both
+                direction = 1 if int(turned * 4) >> axis & 1 else -1
+                start = (begin, across)[axis] * 2 * room                 # within there and back again
+                place = (start + direction * distance * time) % (2 * room)
+                places.append(room - (place - room).abs())
+            elif direction:
+                distance = (0.6 + 0.4 * way) * room
+                place = begin * (room - distance) + distance * time
+                places.append(place if direction > 0 else room - place)
+            else:
+                places.append(torch.full_like(time, across * room))
+        return places[0], places[1]
+
+    def name(self, index: int) -> str:
+        return f"{MOVING}/{self.split}/{index}"
+
+    def fingerprint(self) -> str:
+        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
+
+
+def _placed(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+    """uint8 (S, S) at float32 (T,) each of x and y on a black canvas: uint8 (T, height, width)."""
+    side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
+    near = F.pad(item.float(), (1, 1, 1, 1))                                                      # (S + 2, S + 2)
+    columns, tops = x.long(), y.long()
+    right, down = (x - columns)[:, None, None], (y - tops)[:, None, None]
+    # Shifted by a part of a pixel, the pixel at s shows what lies between s - 1 and s of the item.
+    rows = (1 - down) * near[1:] + down * near[:-1]                                               # (T, S + 1, S + 2)
+    shifted = (1 - right) * rows[:, :, 1:] + right * rows[:, :, :-1]                              # (T, S + 1, S + 1)
+    for frame, patch, left, top in zip(frames, shifted, columns.tolist(), tops.tolist()):
+        frame[top:top + side + 1, left:left + side + 1] = patch
+    return frames[:, :height, :width].round().byte()

@@ -1,0 +1,225 @@
+"""What lies in a file of torch.save, read without torch and without running anything that is in it.
+
+Such a file is a zip archive: a pickle, and beside it the bytes of each storage, uncompressed. The pickle is read by an
+unpickler that knows tensors, sizes and Python's own containers. Every other class or function that it names becomes an
+empty *shell*, which takes whatever it is given and does nothing; which ones were asked for is kept. A tensor becomes
+a streams.Stored, so nothing of its bytes is read here.
+
+Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
+"""
+
+import io
+import pickle
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dstrain.engine.streams import SIZES, Span, Stored
+
+_TYPES = {"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32",
+          "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}          # of torch's typed storages
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+           "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint64": "U64", "uint32": "U32",
+           "uint16": "U16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_PLAIN = {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int, "float": float,
+          "str": str, "bool": bool, "complex": complex, "bytearray": bytearray}
+_SMALL = 1 << 30            # bytes: no checkpoint's structure is larger
+
+
+class DType(NamedTuple):
+    """A torch.dtype or a class of typed storages."""
+
+    name: str
+
+
+class Shell:
+    """Stands for an object of a class that was not imported. `args` and attributes are what the pickle said of it."""
+
+    def __new__(cls, *args: Any, **_: Any) -> "Shell":
+        shell = super().__new__(cls)
+        shell.__dict__["args"] = args
+        return shell
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) == 2:                       # of a class with slots
+            state = {**(state[0] or {}), **(state[1] or {})}
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def __call__(self, *_: Any, **__: Any) -> "Shell":
+        return Shell()
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    append = extend = add = __setitem__
+
+
+class Content(NamedTuple):
+    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: the CRC-32
+    of every storage's bytes.
+    """
+
+    value: Any
+    asked: frozenset[str]
+    sums: dict[Span, int]
+
+
+def altered(span: Span, crc: int) -> bool:
+    """Whether a storage has other bytes than were written; never, where torch was told to write no sums (0)."""
+    found, left = 0, span.nbytes
+    with open(span.path, "rb", buffering=0) as file:
+        file.seek(span.offset)
+        while left and crc:
+            data = file.read(min(left, 1 << 18))
+            if not data:
+                return True
+            found = zlib.crc32(data, found)
+            left -= len(data)
+    return found != crc
+
+
+def load(path: Path) -> Content:
+    """ValueError: no file of torch.save's zip format, damaged, or not readable as plain values and tensors."""
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+            return _load(path, archive, file)
+    except zipfile.BadZipFile:
+        raise ValueError(f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote another: "
+                         "save it again with a newer torch)") from None
+    except _Refused as error:
+        raise ValueError(f"{path}: {error}") from None
+    except Exception as error:                # hostile or damaged bytes: the unpickler may raise anything
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or holds more than "
+                         "tensors and plain values") from None
+
+
+class _Refused(ValueError):
+    pass
+
+
+def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
+    length = file.seek(0, 2)
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "data.pkl" not in members or "constants.pkl" in members:
+        raise _Refused("it holds a program (TorchScript) and no plain data" if "constants.pkl" in members else
+                       "it holds no data.pkl: torch.save did not write it")
+
+    def place(info: zipfile.ZipInfo) -> Span:
+        """Where a member's bytes stand."""
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise _Refused("its storages are compressed: save it again with torch.save")
+        file.seek(info.header_offset)
+        head = file.read(30)                                                   # of the zip member, then name and extra
+        first = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        if first + info.file_size > length:
+            raise _Refused("it is truncated")
+        return Span(path, first, info.file_size)
+
+    def whole(name: str) -> bytes:
+        span = place(members[name])
+        if altered(span, members[name].CRC):
+            raise _Refused(f"its {name} has altered bytes: it is damaged")
+        file.seek(span.offset)
+        return file.read(span.nbytes)
+
+    sums: dict[Span, int] = {}
+
+    def storage(key: str) -> Span:
+        info = members[f"data/{key}"]
+        span = place(info)
+        sums[span] = info.CRC
+        return span
+
+    if "byteorder" in members and whole("byteorder") != b"little":
+        raise _Refused("its numbers are big-endian: save it again on this kind of machine")
+    if members["data.pkl"].file_size > _SMALL:
+        raise _Refused(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
+
+    unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), path, storage)
+    return Content(unpickler.load(), frozenset(unpickler.asked), sums)
+
+
+class _Storage(NamedTuple):
+    dtype: str                                # "" where the tensor says it
+    span: Span
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path, place: Callable[[str], Span]) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.path, self.place = path, place
+        self.asked: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
+            return _REBUILDS[name]
+        if module == "builtins" and name in _PLAIN:
+            return _PLAIN[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and (name == "Size" or name in _DTYPES):
+            return tuple if name == "Size" else DType(_DTYPES[name])
+        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+            return DType("a tensor")
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            kind = name.removesuffix("Storage")
+            if kind in _TYPES or kind == "Untyped":
+                return DType(_TYPES.get(kind, ""))
+        self.asked.add(f"{module}.{name}")
+        return type(name.rpartition(".")[2] or "Shell", (Shell,), {"__module__": "shell"})
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, _ = pid
+        if kind != "storage" or not isinstance(dtype, DType):
+            raise _Refused(f"it holds a {kind} that is no storage")
+        return _Storage(dtype.name, self.place(str(key)))
+
+
+def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool = False,
+            _hooks: Any = None, bits: Any = None) -> Stored:
+    """A tensor of a storage; `offset` and strides in elements."""
+    return _placed(storage, storage.dtype, offset, size, strides, bits)
+
+
+def _tensor_of(storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool,
+               _hooks: Any, dtype: DType, bits: Any = None) -> Stored:
+    """A tensor of a type that has no class of storages."""
+    return _placed(storage, dtype.name, offset, size, strides, bits)
+
+
+def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
+            bits: Any) -> Stored:
+    if not isinstance(storage, _Storage) or dtype not in SIZES or bits:
+        raise _Refused("it holds a tensor of a type, or in a form, that safetensors does not know")
+    shape, steps, plain = tuple(map(int, size)), tuple(map(int, strides)), []
+    numel = 1
+    for n in reversed(shape):
+        plain.insert(0, numel)
+        numel *= n
+    ordinary = numel == 0 or all(step == want or n == 1 for step, want, n in zip(steps, plain, shape))
+    reach = numel if ordinary else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
+    outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
+    if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:
+        raise _Refused("it holds a tensor that reaches beyond its storage: it is damaged")
+    span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
+    return Stored(dtype, shape, (span,), None if ordinary else steps)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _typed(build: Any, kind: Any, args: Any, _state: Any) -> Any:
+    """A tensor to which Python attributes were given; of a class of tensors that is not torch's it is a shell."""
+    return build(*args) if kind == DType("a tensor") and build in (_tensor, _tensor_of, _parameter) else Shell()
+
+
+_REBUILDS = {"_rebuild_tensor_v2": _tensor, "_rebuild_tensor_v3": _tensor_of, "_rebuild_parameter": _parameter,
+             "_rebuild_parameter_with_state": _parameter, "_rebuild_from_type_v2": _typed}

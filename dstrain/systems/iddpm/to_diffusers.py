@@ -1,0 +1,127 @@
+"""A trained IDDPM as a folder for diffusers: UNet2DModel and DDPMScheduler. See dstrain/export.py.
+
+    unet/              UNet2DModel; what weights.arguments refuses has no form there. A super-resolution UNet is one
+                       with twice the input channels: x, and beside it the small picture stretched to x's size
+    scheduler/         DDPMScheduler, learned variances included; DDIMScheduler.from_config takes it, too
+    model_index.json   of a DDPMPipeline, where the model is of noise alone: that pipeline gives no labels
+
+Where rescale_timesteps has the network see other timesteps than the chain's, UNet2DModel looks them up in a table
+(time_embedding_type "learned") that holds their sinusoids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dstrain import draws
+from dstrain.diffusion import samplers
+from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.systems.base import Example
+from dstrain.systems.iddpm import weights
+from dstrain.systems.iddpm.system import IDDPMSystem
+
+TOLERATED = {"chain": 1e-3, "prediction": 1e-4}   # relative; convolutions and attention of other shapes round otherwise
+_COUNT = 4                                        # samples that are compared
+
+
+def about(system: IDDPMSystem) -> tuple[str, str, str]:
+    """What it becomes, what whoever loads it has to know, and Python that loads it from OUT."""
+    config, notes = system.config, []
+    if _is_pipeline(system):
+        code = ("from diffusers import DDPMPipeline\n"
+                'pipeline = DDPMPipeline.from_pretrained("OUT")\n'
+                "pipeline(num_inference_steps=250).images[0].save('0.png')")
+        return "DDPMPipeline", "", code
+    if config.class_cond:
+        notes.append("diffusers' DDPMPipeline gives no labels: call unet(x, t, class_labels=y) in a loop of your own")
+    if system.starts_from_data:
+        notes.append(f"the unet sees {2 * config.in_channels} channels: x, and beside it the {config.small_size} x "
+                     f"{config.small_size} picture stretched to {config.image_size} x {config.image_size} "
+                     "(torch.nn.functional.interpolate, bilinear, align_corners=False)")
+    if config.learn_sigma:
+        notes.append(f"the unet's first {config.in_channels} output channels are the prediction, the others the "
+                     "variances, which DDPMScheduler takes and DDIMScheduler must not be given")
+    code = ("from diffusers import DDPMScheduler, UNet2DModel\n"
+            'unet = UNet2DModel.from_pretrained("OUT/unet")\n'
+            'scheduler = DDPMScheduler.from_pretrained("OUT/scheduler")')
+    return "UNet2DModel", "; ".join(notes), code
+
+
+def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
+         statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
+    """Writes the folder; `statistics` are an autoencoder's, and `classes` have no place in it.
+
+    ValueError: what diffusers' classes cannot express, by flag.
+    """
+    from diffusers import DDPMPipeline, UNet2DModel
+
+    config = system.config
+    chosen, scheduler = weights.arguments(config), _scheduler(system)
+    state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
+    with torch.device("meta"):
+        unet = UNet2DModel(**chosen)
+    unet.load_state_dict(weights.to_diffusers(state, config), assign=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_pipeline(system):
+        DDPMPipeline(unet, scheduler).save_pretrained(folder)
+    else:
+        unet.save_pretrained(folder / "unet")
+        scheduler.save_pretrained(folder / "scheduler")
+
+
+@torch.no_grad()
+def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+    """Of predictions at timesteps over the whole chain, and of a DDIM chain from the same noise."""
+    from diffusers import DDIMScheduler, UNet2DModel
+
+    config, key = system.config, example["key"][:_COUNT]
+    theirs = UNet2DModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False).to(key.device).eval()
+    x, conditions = draws.normal(key, "start", system.shape), {}
+    if config.class_cond:
+        conditions["label"] = draws.integers(key, "label", config.num_classes)
+    if system.starts_from_data:
+        small = (config.in_channels, config.small_size, config.small_size)
+        conditions["low_res"] = draws.normal(key, "low_res", small)
+    ours, given = system.network(nets, conditions), _given(system, theirs, conditions)
+    t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
+    found = {"prediction": _apart(given(x, t), ours(x, system.diffusion.times(t)))}
+
+    scheduler = DDIMScheduler.from_pretrained(folder / "scheduler", timestep_spacing="leading")
+    steps = even_steps(config.diffusion_steps)
+    scheduler.set_timesteps(steps)
+    walked = x
+    for t in scheduler.timesteps:
+        out = given(walked, t.to(x.device).expand(len(x)))[:, :config.in_channels]
+        walked = scheduler.step(out, t, walked, use_clipped_model_output=True).prev_sample
+    expected = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), ours, x, clip_denoised=True)
+    return found | {"chain": _apart(walked, expected)}
+
+
+def _given(system: IDDPMSystem, unet: nn.Module,
+           conditions: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a caller of the UNet2DModel writes by hand: its output at a scheduler's timesteps (B,)."""
+    def output(x: Tensor, t: Tensor) -> Tensor:
+        if system.starts_from_data:
+            stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
+            x = torch.cat((x, stretched), dim=1)
+        return unet(x, t, class_labels=conditions.get("label")).sample
+    return output
+
+
+def _apart(theirs: Tensor, ours: Tensor) -> float:
+    return float((theirs - ours).abs().max() / ours.abs().max())
+
+
+def _is_pipeline(system: IDDPMSystem) -> bool:
+    return not system.config.class_cond and not system.starts_from_data
+
+
+def _scheduler(system: IDDPMSystem) -> Any:
+    from diffusers import DDPMScheduler
+
+    common = scheduler_arguments(system.diffusion, system.config.noise_schedule, clip=True)
+    return DDPMScheduler(**common, variance_type=system.diffusion.variance, timestep_spacing="linspace")

@@ -1,0 +1,229 @@
+"""What determines Phenaki's token models: one line for each field."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dstrain import config
+from dstrain.systems.phenaki.decoding import NOISE_SCHEDULES, Choices
+
+SAMPLERS = ("confidence", "critic")
+
+
+class Section(config.Section):
+    """A part of a recipe, in which a field's description is the line below it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Tokenizer(Section):
+    path: str
+    """Folder of a trained tokenizer: launch/export.py RUN --format safetensors --out FOLDER."""
+    fingerprint: str | None = None
+    """The only tokenizer that is taken; None takes any, and writes a folder's down."""
+
+
+class Codes(Section):
+    shape: tuple[int, ...]
+    """Latent frames, height and width of a clip's tokens."""
+    codebook_size: int | None
+    """Ids that there may be; None in an older index."""
+    first_stage: str
+    """Fingerprint of the tokenizer that they are of."""
+    text: tuple[int, int] | None
+    """Tokens and width of the text encodings beside them; None: there are none."""
+
+
+class Decoding(Section):
+    sample_temperature: float = Field(0.9, ge=0)
+    """Of the drawn ids at the first step; falls to 0 at the last."""
+    confidence_temperature: float = Field(4.5, ge=0)
+    """Weight of the Gumbel noise on confidences at the first step; falls to 0 at the last."""
+    critic_noise: float = Field(1.0, ge=0)
+    """Width of the uniform noise on the critic's logits."""
+    critic_noise_schedule: Literal[NOISE_SCHEDULES] = "decay"
+    """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
+
+
+class Config(Section):
+    """Defaults are the sizes of lucidrains' README; token_shape and codebook_size come from the tokenizer or cache."""
+
+    token_shape: tuple[int, int, int]
+    """Latent frames, height and width of the longest clip's tokens; filled in from the cache or the tokenizer."""
+    codebook_size: int = Field(ge=2)
+    """Ids of the tokenizer, the mask token not among them; filled in as above."""
+    temporal_patch_size: int = Field(2, ge=1)
+    """Frames of a latent frame behind the first, which is one frame; filled in as above."""
+    tokenizer: Tokenizer | None = None
+    """What encodes videos and decodes samples; None learns from cached tokens, and draws nothing."""
+    codes: Codes | None = None
+    """Tokens that data.path holds ready, filled in from its index."""
+
+    dim: int = Field(512, ge=1)
+    """Width of a token."""
+    depth: int = Field(6, ge=1)
+    """Number of blocks."""
+    heads: int = Field(8, ge=1)
+    """Attention heads of a block."""
+    dim_head: int = Field(64, ge=1)
+    """Width of a head."""
+    peg: bool = True
+    """A position encoder (a depthwise convolution over time and place) in each block."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of values dropped in attention and feed-forward."""
+    gradient_shrink: float = Field(1.0, gt=0, le=1)
+    """Share of the gradient that reaches the embeddings; the original's 0.1 steadies large models."""
+    recompute: bool = False
+    """Compute blocks again in backward instead of keeping their activations."""
+    loss_chunk: int = Field(512, ge=1)
+    """Masked tokens whose logits stand in memory at once."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread over all ids."""
+
+    unconditional: bool = False
+    """Reads no texts and has no weights for them."""
+    text_encoder: str | None = None
+    """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
+    text_encodings_dim: int | None = Field(None, ge=1)
+    """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
+    max_text_len: int = Field(64, ge=1)
+    """Words, or tokens of the encoder, that are read of a text."""
+    num_words: int = Field(8192, ge=2)
+    """Rows of the table of hashed words."""
+    cond_drop_prob: float = Field(0.25, ge=0, le=1)
+    """Share of training samples whose text is dropped; 0 leaves out the null text, and with it guidance."""
+
+    critic: Literal["token", "self"] | None = None
+    """What guides decoding: token, a network of its own; self, a head on MaskGit; None, the confidence alone."""
+    critic_depth: int | None = Field(None, ge=1)
+    """Blocks of the token critic; None means depth."""
+    critic_train_sample_temperature: float = Field(1.0, ge=0)
+    """Of the ids that MaskGit draws for its critic to judge."""
+    critic_loss_weight: float = Field(1.0, ge=0)
+    """Weight of the self critic's loss beside MaskGit's; a token critic has an optimizer of its own."""
+    train: Literal["both", "maskgit", "critic"] = "both"
+    """Parts that learn; the other keeps its weights (see init_from)."""
+    decoding: Decoding = Decoding()
+    """How samples are drawn."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if min(self.token_shape) < 1:
+            raise ValueError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
+        if self.text_encoder is not None and self.text_encodings_dim is None:
+            raise ValueError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
+                             "said; give its hidden size, for example 768 for google/t5-v1_1-base")
+        if self.unconditional and (self.text_encoder or self.text_encodings_dim):
+            raise ValueError("unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
+                             "given; leave them out, or set unconditional=false")
+        if self.train == "critic" and self.critic is None:
+            raise ValueError("train=critic: there is no critic; set critic=token")
+        if self.train != "both" and self.critic == "self":
+            raise ValueError(f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
+                             "set train=both, or critic=token")
+        if self.critic_depth is not None and self.critic != "token":
+            raise ValueError("critic_depth is the token critic's: set critic=token, or leave it out")
+        if self.codes is not None:
+            self._check_codes(self.codes)
+        return self
+
+    def _check_codes(self, codes: Codes) -> None:
+        """Whether the model is of what the data hold."""
+        if codes.codebook_size not in (None, self.codebook_size):
+            raise ValueError(f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
+                             f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}")
+        if tuple(codes.shape) != self.token_shape:
+            raise ValueError(f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
+                             "(latent frames, height, width); leave model.token_shape out, or encode other clips")
+        ours = self.text_encodings_dim
+        if codes.text is not None and ours is not None and codes.text[1] != ours:
+            raise ValueError(f"text_encodings_dim {ours}: the encodings in data.path are {codes.text[1]} wide; set "
+                             f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
+        expected = self.tokenizer and self.tokenizer.fingerprint
+        if expected not in (None, codes.first_stage):
+            raise ValueError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
+                             f"data.path are of {codes.first_stage}; name the one that encoded them, or encode with "
+                             "this one")
+
+    @classmethod
+    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+        """The section with what tokenizer and cache say where it is silent."""
+        said: dict[str, Any] = {}
+        stage, codes = model.get("tokenizer"), run.data.codes
+        frames = getattr(run.data, "num_frames", None) or 1
+        tokens = codes is not None and codes.kind == "tokens"
+        if not stage and not tokens and not model.get("token_shape"):
+            raise ValueError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
+                             "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
+        if isinstance(stage, dict) and isinstance(stage.get("path"), str):
+            from dstrain.systems.phenaki.pretrained import Pretrained      # which stands on the tokenizer's system
+
+            own = Pretrained(stage["path"])
+            said |= own.facts(frames)
+            stage = {**stage, "fingerprint": stage.get("fingerprint") or own.fingerprint}
+        # Always the index's: a written-down section may be of another cache.
+        ready: dict[str, Any] = {"codes": None}
+        if tokens:
+            ready = {"codes": {"shape": codes.shape, **{name: getattr(codes, name, None) for name in (
+                "codebook_size", "first_stage", "text")}}}
+            said["token_shape"] = codes.shape
+            if codes.shape[0] > 1 and frames > 1:
+                said.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
+            if getattr(codes, "codebook_size", None):
+                said["codebook_size"] = codes.codebook_size
+            if ready["codes"]["text"] and not model.get("unconditional"):
+                said["text_encodings_dim"] = codes.text[1]
+        return {**said, **model, **ready, **({"tokenizer": stage} if stage else {})}
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model."""
+        problems, samples = [], run.samples
+        drawn = run.every.sample and self.tokenizer is not None
+        if drawn and samples.sampler not in self.samplers:
+            problems.append(f"samples.sampler={samples.sampler} is none of {', '.join(self.samplers)}: write "
+                            f"samples.sampler={self.samplers[-1]}")
+        if samples.guidance_scale != 1 and not self.has_null:
+            problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
+                            "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25")
+        prompts = getattr(samples, "prompts", None)
+        if prompts and self.unconditional:
+            problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "
+                            "other")
+        frames = getattr(samples, "num_frames", None) or 1
+        if frames > self.num_frames:
+            problems.append(f"samples.num_frames={frames}: the model has places for {self.num_frames} frames; take so "
+                            "many at most")
+        if drawn and not prompts and not self.unconditional and not self.cond_drop_prob:
+            problems.append("samples.prompts: this model has no null text to draw without, since model.cond_drop_prob "
+                            "is 0; give prompts")
+        if run.data.codes is not None and (run.data.codes.kind != "tokens" or len(run.data.codes.shape) != 3):
+            problems.append(f"data.path={run.data.path} holds {run.data.codes.kind} of images, and phenaki models "
+                            "tokens of videos: encode videos with a phenaki.tokenizer")
+        return problems
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Ways to decode, the usual one last."""
+        return SAMPLERS if self.critic else SAMPLERS[:1]
+
+    @property
+    def has_null(self) -> bool:
+        """Whether there is a text that stands for none."""
+        return not self.unconditional and self.cond_drop_prob > 0
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the longest clip."""
+        return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
+
+    @property
+    def choices(self) -> Choices:
+        return Choices(**self.decoding.model_dump())
+
+    def trunk(self) -> dict[str, Any]:
+        """The keyword arguments of Trunk."""
+        text = None if self.unconditional else {
+            "num_words": None if self.text_encodings_dim else self.num_words, "max_text_len": self.max_text_len,
+            "encodings_dim": self.text_encodings_dim, "learns_null": self.has_null}
+        same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "recompute", "gradient_shrink")
+        return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -1,0 +1,209 @@
+"""The networks over video tokens: MaskGIT (Chang et al. 2022) with text, and the token critic (Lezama et al. 2022,
+arXiv:2209.04439), in the sizes and manner of Phenaki (Villegas et al. 2022).
+
+Notation: B samples, (t, h, w) the grid of a clip's tokens, N = t h w; V the codebook, whose id V is the mask token; M
+of the B N tokens are masked, known only on the device; L text tokens of width E.
+
+No weight belongs to a network itself, but to a layer below: under ZeRO-3 a weight is there only while its own layer is
+called, and so what is not `forward` may be called, too.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.nn.layers import Embedding, Linear
+from dstrain.systems.phenaki.transformer import Transformer
+from dstrain.systems.phenaki.vocabulary import Vocabulary
+
+Grid = tuple[int, int, int]
+
+
+class Pass(NamedTuple):
+    """What a loss reads of one pass of MaskGit."""
+
+    total: Tensor                                 # `loss` in its weighted sum, a scalar, with gradient
+    loss: Tensor                                  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
+    hits: Tensor                                  # masked tokens whose likeliest id is the true one: (B,)
+    filled: Tensor                                # the true tokens, at masked places drawn ones: int64 (B, t, h, w)
+    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if it was asked
+
+
+class MaskGit(nn.Module):
+    """Tokens and text to what stands behind the masked tokens.
+
+    codebook_size  V.
+    self_critic    whether there is a head that tells which tokens were replaced.
+    chunk          tokens whose logits stand in memory at once, see Vocabulary.
+    trunk          the keyword arguments of Trunk.
+    """
+
+    def __init__(self, codebook_size: int, *, self_critic: bool = False, chunk: int = 512, label_smoothing: float = 0.0,
+                 **trunk) -> None:
+        super().__init__()
+        self.mask_token = codebook_size
+        self.trunk = Trunk(codebook_size + 1, **trunk)
+        self.to_logits = Vocabulary(trunk["dim"], codebook_size, chunk, label_smoothing)
+        self.to_critic = Linear(trunk["dim"], 1, init="normal") if self_critic else None
+
+    def forward(self, tokens: Tensor, masked: Tensor, weights: Tensor, real: Tensor | None = None,
+                dropped: Tensor | None = None, uniforms: Tensor | None = None, temperature: float = 1.0,
+                replaced: Tensor | None = None, **text: Tensor) -> Pass:
+        """What is learned of true tokens int64 (B, t, h, w), of which masked, bool alike, are hidden.
+
+        weights   (B,), of a sample's masked tokens in the total.
+        uniforms  (B, N): masked tokens are drawn by them at `temperature`; None leaves the true ones in `filled`.
+        replaced  int64 (B, t, h, w), what the self critic judges in the same pass; its gradient comes with the other.
+        real, dropped, text: see Trunk.
+        """
+        count = Pending(masked)
+        seen = torch.where(masked, self.mask_token, tokens)
+        if replaced is not None:                  # one pass of both, for an engine's outputs are hooked once
+            twice = lambda x: None if x is None else torch.cat((x, x))
+            states = self.trunk(torch.cat((seen, replaced)), twice(real), twice(dropped),
+                                **{name: twice(value) for name, value in text.items()})
+            states, judged = states.chunk(2)
+            critic = self.to_critic(judged)[..., 0].float()
+        else:
+            states, critic = self.trunk(seen, real, dropped, **text), None
+        places = count.places()                                                                   # (M,)
+        found = self.to_logits(states.flatten(0, 3)[places], None if uniforms is None else uniforms.flatten()[places],
+                               temperature, tokens.flatten()[places], weights[places // tokens[0].numel()])
+        filled = tokens.flatten().scatter(0, places, found.ids).view_as(tokens)
+        # Each place is written once, so that the sums do not depend on an order of summation.
+        spread = lambda x: x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
+        return Pass(found.total, spread(found.loss), spread(found.hits), filled, critic)
+
+    def predict(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor], uniforms: Tensor,
+                temperature: float, guidance_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Draws for the mask tokens in int64 (B, t, h, w): ids, alike, and their log-probability float32, 0 elsewhere.
+
+        With a guidance_scale s other than 1 the logits are null + s (text - null), of one pass over both; the head is
+        linear, so that states are mixed in place of logits.
+        """
+        if guidance_scale != 1:
+            half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
+            twice = lambda x: None if x is None else torch.cat((x, x))
+            both = self.trunk(twice(tokens), twice(real), half, **{name: twice(value) for name, value in text.items()})
+            with_text, null = both.float().chunk(2)
+            states = (null + guidance_scale * (with_text - null)).to(both.dtype)
+        else:
+            states = self.trunk(tokens, real, None, **text)
+        places = (tokens.flatten() == self.mask_token).nonzero()[:, 0]
+        ids, certainty = self.to_logits(states.flatten(0, 3)[places], uniforms.flatten()[places], temperature)
+        spread = certainty.new_zeros(tokens.numel()).scatter(0, places, certainty)
+        return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
+
+    def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
+        """Logits of "was replaced" by the self critic: int64 (B, t, h, w) -> float32 alike."""
+        return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
+
+
+class TokenCritic(nn.Module):
+    """Which tokens were replaced: a trunk of its own and one logit a token. It meets no mask tokens."""
+
+    def __init__(self, codebook_size: int, **trunk) -> None:
+        super().__init__()
+        self.trunk = Trunk(codebook_size, **trunk)
+        self.to_critic = Linear(trunk["dim"], 1, init="normal")
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
+                **text: Tensor) -> Tensor:
+        """Logits of "was replaced": int64 (B, t, h, w) -> float32 alike. Arguments: see Trunk."""
+        return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
+
+
+class Trunk(nn.Module):
+    """Tokens to states, bidirectional: (B, t, h, w) -> (B, t, h, w, dim).
+
+    num_tokens        ids that there are, the mask token included.
+    token_shape       the longest (t, h, w); clips may be shorter, down to one frame.
+    text              what it reads of a text: an argument of Text; None makes it unconditional.
+    gradient_shrink   share of the gradient that reaches the embeddings (Ding et al. 2021, CogView); 1 is all.
+    """
+
+    def __init__(self, num_tokens: int, *, token_shape: Grid, dim: int, depth: int, heads: int, dim_head: int,
+                 text: dict | None = None, peg: bool = True, dropout: float = 0.0, recompute: bool = False,
+                 gradient_shrink: float = 1.0) -> None:
+        super().__init__()
+        self.gradient_shrink = gradient_shrink
+        self.token_emb = Embedding(num_tokens, dim)
+        self.positions = nn.ModuleList(Embedding(side, dim) for side in token_shape)
+        self.text = None if text is None else Text(dim=dim, **text)
+        self.transformer = Transformer(dim, depth, heads, dim_head, None if text is None else dim, peg=peg,
+                                       dropout=dropout, recompute=recompute)
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
+                **text: Tensor) -> Tensor:
+        """States of int64 (B, t, h, w).
+
+        real     bool (B, t), False for latent frames of padding, which nothing sees; None: all are real.
+        dropped  bool (B,), True where the null text takes the text's place; None: nowhere.
+        text     words int64 (B, L); or text_encodings (B, L, E) and text_mask bool (B, L).
+        """
+        x = self.token_emb(tokens)
+        for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
+            place = table(torch.arange(side, device=tokens.device))                               # (side, dim)
+            x = x + place.view(*(side if i == axis else 1 for i in range(3)), -1)
+        if self.gradient_shrink != 1:
+            x = x * self.gradient_shrink + x.detach() * (1 - self.gradient_shrink)
+        context, context_mask = (None, None) if self.text is None else self.text(dropped, **text)
+        seen = None if real is None else real[:, :, None, None].expand(tokens.shape)
+        return self.transformer(x, None, seen, context, context_mask)
+
+
+class Text(nn.Module):
+    """Texts as a context of width dim, with a learned null text before them.
+
+    num_words, max_text_len  a table of hashed words and their places; or
+    encodings_dim            E, the width of encodings that are projected.
+    learns_null              whether there is a null text: it stands for a text that is dropped or has no words.
+    """
+
+    def __init__(self, dim: int, num_words: int | None, max_text_len: int, encodings_dim: int | None,
+                 learns_null: bool) -> None:
+        super().__init__()
+        self.words = Embedding(num_words, dim) if num_words else None
+        self.places = Embedding(max_text_len, dim) if num_words else None
+        self.proj = Linear(encodings_dim, dim) if encodings_dim else None
+        self.null = Embedding(1, dim) if learns_null else None
+
+    def forward(self, dropped: Tensor | None, words: Tensor | None = None, text_encodings: Tensor | None = None,
+                text_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The context (B, M, dim) and which of it is seen, bool (B, M); M is L, and one more for the null text."""
+        if self.words is not None:
+            context, seen = self.words(words), words != 0
+            context = context + self.places(torch.arange(words.shape[1], device=words.device))
+        else:
+            context, seen = self.proj(text_encodings.to(self.proj.weight.dtype)), text_mask
+        if self.null is None:
+            return context, seen
+        if dropped is not None:
+            seen = seen & ~dropped[:, None]
+        null = self.null(torch.zeros_like(seen[:, :1], dtype=torch.int64))                        # (B, 1, dim)
+        return torch.cat((null, context), dim=1), torch.cat((~seen.any(1, keepdim=True), seen), dim=1)
+
+
+class Pending:
+    """Where a mask is true, as indices, of which the host learns the number while the device goes on.
+
+    The number is copied when the mask is made and read when the indices are asked for, behind the trunk's launch: so
+    the host waits for what came before the trunk and never for the trunk itself.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask.flatten()
+        total = self.mask.sum()
+        self.total, self.event = total, None
+        if total.is_cuda:
+            self.total = torch.empty((), dtype=total.dtype, pin_memory=True)
+            self.total.copy_(total, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def places(self) -> Tensor:
+        """int64 (M,), ascending."""
+        if self.event is not None:
+            self.event.synchronize()
+        return torch.nonzero_static(self.mask, size=int(self.total))[:, 0]

@@ -1,0 +1,46 @@
+"""Which tokens are masked: the cosine schedule of MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.3).
+
+Notation: a clip has N real tokens, u is uniform in [0, 1), r = cos(pi/2 u) the ratio that is masked. In training u is
+drawn, in decoding it is the share of steps that are done. The mean of r over u is 2 / pi.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+MEAN_RATIO = 2 / math.pi
+
+
+def ratio(u: Tensor) -> Tensor:
+    """cos(pi/2 u), float64, (B,) -> (B,): 1 at u = 0, 0 at u = 1."""
+    return torch.cos(u.double() * (math.pi / 2))
+
+
+def num_masked(u: Tensor, real: Tensor) -> Tensor:
+    """How many of `real` int64 (B,) tokens are masked in training: max(1, round(real * r)), int64 (B,)."""
+    return (real * ratio(u)).round().long().clamp(min=1)
+
+
+def lowest(scores: Tensor, count: Tensor) -> Tensor:
+    """Where the `count` int64 (B,) lowest of scores (B, N) lie, the first of equal ones: bool (B, N)."""
+    order = scores.argsort(dim=1, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(scores.shape[1], device=scores.device)
+                                            .expand_as(order))
+    return rank < count[:, None]
+
+
+def real_frames(frames: Tensor, patch: int, latent: int) -> Tensor:
+    """Which latent frames hold no padding, bool (B, latent), of clips with `frames` int64 (B,) real frames.
+
+    The first latent frame is the first frame, each further one `patch` frames: 1 + (frames - 1) // patch are whole.
+    """
+    return torch.arange(latent, device=frames.device) < (1 + (frames - 1) // patch)[:, None]
+
+
+def mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
+    """The masked tokens of training, bool (B, N): as many as `u` (B,) says, where uniform `noise` (B, N) is lowest.
+
+    real  bool (B, N): nothing else is ever masked.
+    """
+    return lowest(torch.where(real, noise, 2.0), num_masked(u, real.sum(1)))

@@ -1,0 +1,323 @@
+"""Phenaki's token models as a system: MaskGit and, where wanted, a critic; Villegas et al. 2022, section 2.2.
+
+Parts: `maskgit`, and `critic` where model.critic is token (a self critic is a head of maskgit). Both are shown the same
+clips: MaskGit's turn draws ids for the masked tokens, which the critic's turn tells from the true ones. An id that was
+drawn and is right is not "replaced"; tokens that were not masked are true and nothing to learn from.
+
+Each masked token counts alike, whichever clip it is of, as in MaskGIT's mean over a batch; so that a sample's loss is
+its own, its sum is divided by the expected number of masked tokens, 2 / pi of its real ones.
+
+All randomness is drawn from the samples' keys by name: mask_ratio, mask, drop (of the text), filled (ids for the
+critic); in generation those of decoding.py.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dstrain import draws
+from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
+from dstrain.systems.phenaki import masking
+from dstrain.systems.phenaki.config import Config
+from dstrain.systems.phenaki.decoding import decode
+from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
+from dstrain.systems.phenaki.pretrained import Pretrained
+from dstrain.systems.phenaki.texts import NAMES, Reader, chosen, packed
+from dstrain.systems.phenaki.transformer import TransformerBlock
+
+
+class PhenakiSystem(System):
+    """`config` says what each choice means."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.parts = {"maskgit": self.learn} | ({"critic": self.judge} if config.critic == "token" else {})
+        self.averaged = tuple(self.parts)
+        self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
+        self.generates = config.tokenizer is not None
+        self.count = torch.Size(config.token_shape).numel()               # tokens of a whole clip
+        self._tokenizer: Pretrained | None = None
+        self.texts = Reader(config)
+
+    def networks(self) -> dict[str, nn.Module]:
+        config, trunk = self.config, self.config.trunk()
+        networks: dict[str, nn.Module] = {"maskgit": MaskGit(
+            config.codebook_size, self_critic=config.critic == "self", chunk=config.loss_chunk,
+            label_smoothing=config.label_smoothing, **trunk)}
+        if "critic" in self.parts:
+            networks["critic"] = TokenCritic(config.codebook_size,
+                                             **trunk | {"depth": config.critic_depth or config.depth})
+        return networks
+
+    # ----------------------------------------------------------------------------------------------------------- data
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Example:
+        """tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and what is read of the texts.
+
+        ValueError: tokens of another shape, captions that the data lack.
+        """
+        read = ("video", "image", "tokens", "frames", "caption", "label", "text_embed", *NAMES)
+        example = {name: values for name, values in batch.items() if name not in read}
+        frames = batch.get("frames")
+        if "tokens" in batch:
+            example["tokens"] = batch["tokens"]
+        elif "video" in batch or "image" in batch:                        # an image is a clip of one frame
+            video = (batch["video"] if "video" in batch else batch["image"][:, None]).float() / 127.5 - 1
+            example["tokens"] = self.tokenizer(video.device).encode(video, frames)
+        else:
+            raise ValueError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
+                             "folder of videos, or one that launch/encode.py made of them")
+        found = tuple(example["tokens"].shape[1:])
+        if found != self.config.token_shape:
+            raise ValueError(f"data: clips have {found} tokens (latent frames, height, width), the model "
+                             f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
+        if frames is not None:
+            example["real"] = masking.real_frames(frames, self.temporal_patch_size, found[0])
+        return example | self.texts.of_batch(batch)
+
+    def accepts(self, source: Any) -> None:
+        """Encodes the first clip: its shape, its text, the tokenizer, and the text encoder where one is needed."""
+        if self.config.tokenizer is not None:
+            self.tokenizer()
+        first = _first(source)
+        if first is None:                         # the loop will say which files cannot be read
+            return
+        batch = {name: torch.as_tensor(value)[None] for name, value in first.items()}
+        largest = int(self.encode(batch)["tokens"].max())
+        if largest >= self.config.codebook_size:
+            raise ValueError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
+                             "model.codebook_size to that of the tokenizer that made them")
+
+    def tokenizer(self, device: torch.device | None = None) -> Pretrained:
+        """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
+        if self._tokenizer is None:
+            if self.config.tokenizer is None:
+                raise ValueError("model.tokenizer: videos are to be encoded or decoded and no tokenizer is named; set "
+                                 "model.tokenizer.path to its folder (launch/export.py RUN --format safetensors)")
+            self._tokenizer = Pretrained(self.config.tokenizer.path)
+            self._tokenizer.require(self.config)
+        return self._tokenizer if device is None else self._tokenizer.to(device)
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def turns(self, step: int) -> tuple[str, ...]:
+        """Both parts, or the one that model.train names."""
+        return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
+
+    def learn(self, nets: Nets, example: Example) -> Terms:
+        """Cross-entropy at masked tokens, the text dropped now and then; the self critic's loss beside it."""
+        passed, terms = self._masked_pass(nets, example, self._dropped(example))
+        loss = passed.total
+        if self.config.critic == "token":
+            example["filled"] = passed.filled
+        if passed.critic is not None:
+            judged, weight = self._judged(passed.critic, example), self.config.critic_loss_weight
+            loss = loss + weight * judged["loss"].mean()
+            terms["loss"] = terms["loss"] + weight * judged["loss"]
+            terms |= {f"critic_{name}": value for name, value in judged.items()}
+        terms = {name: term.detach() for name, term in terms.items()}
+        return terms | {"loss": loss, "loss_each": terms["loss"]}
+
+    def judge(self, nets: Nets, example: Example) -> Terms:
+        """Cross-entropy of "was replaced" at masked tokens, which MaskGit has filled in its turn, or does here."""
+        dropped = self._dropped(example)
+        if "filled" not in example:               # where the critic alone learns
+            with torch.no_grad():
+                example["filled"] = self._masked_pass(nets, example, dropped)[0].filled
+        terms = self._judged(self._criticism(nets["critic"], example, dropped), example)
+        loss = terms.pop("loss")
+        return {name: term.detach() for name, term in terms.items()} | {"loss": loss.mean(), "loss_each": loss.detach()}
+
+    @torch.no_grad()
+    def evaluate(self, nets: Nets, example: Example) -> Terms:
+        """Terms (B,) with every text in place: cross_entropy and accuracy at masked tokens, those of the critic."""
+        example = dict(example)
+        passed, terms = self._masked_pass(nets, example, None)
+        logits = passed.critic
+        if "critic" in self.parts:
+            example["filled"] = passed.filled
+            logits = self._criticism(nets["critic"], example, None)
+        judged = {} if logits is None else self._judged(logits, example)
+        return terms | {f"critic_{name}": value for name, value in judged.items()}
+
+    def _dropped(self, example: Example) -> Tensor | None:
+        """Whose text is dropped: bool (B,)."""
+        if not self.config.has_null:
+            return None
+        return draws.uniform(example["key"], "drop") < self.config.cond_drop_prob
+
+    def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
+        """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
+        masked, total = self._masked(example), self._total(example)
+        weights = 1 / (masking.MEAN_RATIO * total)                                                # (B,)
+        said = {"real": example.get("real"), "dropped": dropped} | chosen(example)
+        drawn: dict[str, Any] = {}
+        if self.config.critic is not None and self.config.train != "maskgit":
+            drawn = {"uniforms": draws.uniform(example["key"], "filled", (self.count,)),
+                     "temperature": self.config.critic_train_sample_temperature}
+        if self.config.critic == "self":
+            with torch.no_grad():
+                example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **said, **drawn).filled
+            drawn = {"replaced": example["filled"]}
+        passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **said, **drawn)
+        count = masked.flatten(1).sum(1)
+        return passed, {"loss": passed.loss * weights, "cross_entropy": passed.loss / count,
+                        "accuracy": passed.hits / count, "quartile": (4 * count // total).clamp(max=3)}
+
+    def _masked(self, example: Example) -> Tensor:
+        """Which tokens are hidden, bool (B, t, h, w): a function of the key, kept in the example."""
+        if "masked" in example:
+            return example["masked"]
+        key, shape = example["key"], example["tokens"].shape
+        real = torch.ones(shape, dtype=torch.bool, device=key.device)
+        if "real" in example:
+            real = example["real"][:, :, None, None].expand(shape)
+        noise = draws.uniform(key, "mask", (self.count,))
+        example["masked"] = masking.mask(draws.uniform(key, "mask_ratio"), noise, real.flatten(1)).view(shape)
+        return example["masked"]
+
+    def _total(self, example: Example) -> Tensor:
+        """Real tokens, int64 (B,)."""
+        if "real" not in example:
+            return torch.full_like(example["key"], self.count)
+        return example["real"].sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+
+    def _criticism(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
+        return critic(example["filled"], example.get("real"), dropped, **chosen(example))
+
+    def _judged(self, logits: Tensor, example: Example) -> Terms:
+        """Of the critic's logits (B, t, h, w), at masked tokens: loss, accuracy, the share that was replaced, (B,)."""
+        masked = self._masked(example)
+        replaced = (example["filled"] != example["tokens"]).to(logits.dtype)
+        over = lambda x: torch.where(masked, x, 0.0).flatten(1).sum(1)
+        each, count = F.binary_cross_entropy_with_logits(logits, replaced, reduction="none"), masked.flatten(1).sum(1)
+        return {"loss": over(each) / (masking.MEAN_RATIO * self._total(example)), "replaced": over(replaced) / count,
+                "accuracy": over(((logits > 0) == (replaced > 0)).to(logits.dtype)) / count}
+
+    # ----------------------------------------------------------------------------------------------------- generation
+
+    @torch.no_grad()
+    def sample(self, nets: Nets, request: Request) -> Tensor:
+        """uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
+
+        Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); none draws without text. `prime`
+        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. Samplers: confidence, and critic
+        where there is one. ValueError: frames that are too many or do not fit the temporal patch, guidance without a
+        null text, a sampler that is not there, no tokenizer.
+        """
+        config, device = self.config, request.seeds.device
+        if request.sampler not in config.samplers:
+            raise ValueError(f"sampler: {request.sampler!r} does not fit this model; one of "
+                             f"{', '.join(config.samplers)}")
+        if request.guidance_scale != 1 and not config.has_null:
+            raise ValueError("guidance_scale: this model has no null text, since it is unconditional or its "
+                             "cond_drop_prob is 0; sample with guidance_scale 1")
+        latent = self._latent_frames("num_frames", request.num_frames or self.num_frames)
+        tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
+        shape = (len(request.seeds), latent, *config.token_shape[1:])
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        given = torch.zeros(shape, dtype=torch.bool, device=device)
+        if prime is not None:
+            known = self._latent_frames("prime", prime.shape[1])
+            if known >= latent:
+                raise ValueError(f"prime: {prime.shape[1]} frames are given and {request.num_frames or self.num_frames}"
+                                 " asked for, so that nothing is left to draw; give fewer, or ask for more")
+            tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)
+            given[:, :known] = True
+        tokens = self.decode(nets, tokens, given, request)
+        video = ((tokenizer.decode(tokens) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        return video if prime is None else torch.cat((prime, video[:, prime.shape[1]:]), dim=1)
+
+    def decode(self, nets: Nets, tokens: Tensor, given: Tensor, request: Request) -> Tensor:
+        """Tokens int64 (N, t, h, w) for a request, those that are `given`, bool alike, kept. See decoding.decode."""
+        network, real = nets["maskgit"], request.conditions.get("real")
+        text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
+        text = {name: value.to(tokens.device) for name, value in text.items()}
+        predict = lambda x, uniforms, temperature: network.predict(
+            x, real, text, uniforms, temperature, request.guidance_scale)
+        criticize = None
+        if request.sampler == "critic" and self.config.critic == "self":
+            criticize = lambda x: network.criticize(x, real, text)
+        elif request.sampler == "critic":
+            criticize = lambda x: nets["critic"](x, real, None, **text)
+        if real is not None:
+            given = given | ~real[:, :, None, None]
+        return decode(predict, tokens, given, network.mask_token, draws.keys_of_seeds(request.seeds),
+                      request.num_steps, self.config.choices, criticize)
+
+    def _latent_frames(self, name: str, frames: int) -> int:
+        """Latent frames of that many frames. ValueError: there are none so many, or they do not fit."""
+        step, most = self.temporal_patch_size, self.num_frames
+        if frames < 1 or (frames - 1) % step:
+            raise ValueError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple of "
+                             f"{step}, for example {1 + max((frames - 1) // step, 0) * step}")
+        if frames > most:
+            raise ValueError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
+                             "go on from the last ones (--scenes)")
+        return 1 + (frames - 1) // step
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """Texts without a word, (num, ...): what is drawn where nothing is said. ValueError: the model has no such."""
+        return self.texts.of_nothing(num)
+
+    @property
+    def takes_texts(self) -> bool:
+        return not self.config.unconditional
+
+    def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        """What is read of texts, on the CPU. ValueError: unconditional, or no encoder is named."""
+        return self.texts.of_texts(texts)
+
+    def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
+        """prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
+        video = images if images.ndim == 5 else images[:, None]
+        self._latent_frames("prime", video.shape[1])
+        self.tokenizer().require_frames(tuple(video.shape[2:]))
+        return {"prime": video}
+
+    def decays(self, name: str, weight: Tensor) -> bool:
+        """Matrices and filters: not embeddings of places and of the null text, which are single vectors."""
+        return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
+
+    def blocks(self) -> tuple[type[nn.Module], ...]:
+        return (TransformerBlock,)
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return tuple(network for network in (self._tokenizer, self.texts.encoder) if network is not None)
+
+    def synthetic(self, batch_size: int) -> Batch:
+        """Tokens and texts as a cache holds them, clips of random length."""
+        positions = torch.arange(batch_size)
+        key = draws.keys(0, 0, positions)
+        batch = {"key": key, "position": positions,
+                 "tokens": draws.integers(key, "tokens", self.config.codebook_size, self.config.token_shape),
+                 "frames": 1 + draws.integers(key, "frames", self.num_frames)}
+        if width := self.config.text_encodings_dim:
+            length = 1 + draws.integers(key, "length", self.config.max_text_len)
+            batch["text_encodings"] = draws.normal(key, "text_encodings", (self.config.max_text_len, width))
+            batch["text_mask"] = torch.arange(self.config.max_text_len) < length[:, None]
+        elif not self.config.unconditional:
+            words = draws.integers(key, "words", 1000, (min(self.config.max_text_len, 8),)).tolist()
+            batch["caption"] = packed([" ".join(f"w{word}" for word in row) for row in words])
+        return batch
+
+
+def build(config: Config) -> PhenakiSystem:
+    return PhenakiSystem(config)
+
+
+def _first(source: Any) -> dict[str, Any] | None:
+    """The first sample of a source that can be read, of its first 16."""
+    if hasattr(source, "first"):
+        return source.first()
+    for index in range(min(len(source), 16)):
+        try:
+            return source[index]
+        except Exception:                         # a damaged file may raise anything; how many is bounded elsewhere
+            continue
+    return None

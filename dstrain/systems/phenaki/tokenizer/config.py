@@ -1,0 +1,167 @@
+"""What determines a tokenizer: one line for each field."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
+
+from dstrain import config
+from dstrain.nn.adversarial import least_size
+from dstrain.nn.lookup_free import bits_of
+from dstrain.nn.perceptual import REMEDY
+from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
+
+
+class Section(config.Section):
+    """A part of a recipe, in which a field's description is the line below it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Perceptual(Section):
+    path: str
+    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
+    weight: float = Field(1.0, ge=0)
+    """Of LPIPS of one random real frame, beside the mean square error; 0 leaves it out."""
+
+
+class Penalty(Section):
+    """R1 (Mescheder et al. 2018): half the weight times the discriminator's squared gradient at real frames."""
+
+    form: Literal["approximate", "exact"] = "approximate"
+    """approximate: from one random step away, anywhere. exact: by double backward, where no weights are scattered."""
+    weight: float = Field(1.0, ge=0)
+    """Of the squared gradient; times `every`, since it stands for the steps in between."""
+    every: int = Field(4, ge=1)
+    """Steps from one penalty to the next."""
+    sigma: float = Field(0.1, gt=0)
+    """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
+
+
+class Discriminator(Section):
+    start: int = Field(50_000, ge=0)
+    """First optimizer step at which it learns and is learned from."""
+    weight: float = Field(0.1, ge=0)
+    """Length of the adversarial gradient with respect to the judged frame / length of the reconstruction's."""
+    n_layers: int = Field(3, ge=1)
+    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
+    base_channels: int = Field(64, ge=1)
+    """Width of the first layer."""
+    penalty: Penalty | None = Penalty()
+    """Of its slope at real frames; None: without."""
+
+
+class Config(Section):
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 128
+    """Pixels: one number, or [height, width]; patch_size divides each."""
+    num_frames: int = Field(11, ge=1)
+    """Frames of the clips it learns from, 1 + a multiple of temporal_patch_size; 1 for images alone."""
+    channels: Literal[1, 3, 4] = 3
+    """Of a frame: 1 grey, 3 RGB, 4 RGBA."""
+    dim: int = Field(512, ge=1)
+    """Width of the transformers."""
+    codebook_size: int = Field(8192, ge=2)
+    """Number of tokens; a power of two for lookup_free."""
+    patch_size: int = Field(8, ge=1)
+    """Side of a patch in pixels."""
+    temporal_patch_size: int = Field(2, ge=1)
+    """Frames of a patch behind the first frame."""
+    spatial_depth: int = Field(4, ge=1)
+    """Blocks that look about within a latent frame, in the encoder and in the decoder."""
+    temporal_depth: int = Field(4, ge=1)
+    """Blocks that look back in time, in the encoder and in the decoder."""
+    dim_head: int = Field(64, ge=1)
+    """Width of a head of attention."""
+    heads: int = Field(8, ge=1)
+    """Heads of attention."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of values dropped in attention and in feed-forwards."""
+    recompute: bool = False
+    """Keep no activations inside blocks, compute them again in backward."""
+    quantizer: Literal[QUANTIZERS] = "lookup_free"
+    """lookup_free: signs of log2(codebook_size) numbers. cosine: the nearest of codebook_size learned unit vectors."""
+    codebook_dim: int = Field(32, ge=1)
+    """cosine: width of an entry."""
+    commitment_weight: float = Field(0.25, ge=0)
+    """Of the square between what is quantized and its code: a mean over bits, or a sum over a unit vector."""
+    codebook_weight: float = Field(1.0, ge=0)
+    """cosine: of the same, as a loss of the codebook."""
+    entropy_weight: float = Field(0.1, ge=0)
+    """lookup_free: of a token's entropy in nats, less diversity_gamma times that of the mean over tokens."""
+    diversity_gamma: float = Field(1.0, ge=0)
+    """lookup_free: how much more an even use of all codes counts than certainty about each."""
+    inv_temperature: float = Field(1.0, gt=0)
+    """lookup_free: sharpness of the distribution whose entropies these are; a bit's logit is 4 times this times z."""
+    usage_decay: float = Field(0.9, ge=0, lt=1)
+    """lookup_free: of the running share of each code over global batches, by step."""
+    perceptual: Perceptual | None = None
+    """LPIPS beside the reconstruction; None: without."""
+    discriminator: Discriminator | None = None
+    """An adversary of patches of single frames, as a network of its own; None: without."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Config":
+        if self.quantizer == "lookup_free":
+            bits_of(self.codebook_size)
+        height, width = self.size
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
+                             "divisor of both sides, or other sides")
+        p = self.temporal_patch_size
+        if (self.num_frames - 1) % p:
+            least = self.num_frames - (self.num_frames - 1) % p
+            raise ValueError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
+                             f"{least} or {least + p}")
+        if self.perceptual and self.channels == 4:
+            raise ValueError("perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
+        if self.perceptual and min(self.size) < 16:
+            raise ValueError(f"perceptual halves the side four times, image_size is {height} x {width}: take 16 or "
+                             "more")
+        if self.discriminator and min(self.size) < least_size(self.discriminator.n_layers):
+            n_layers = self.discriminator.n_layers
+            raise ValueError(f"discriminator.n_layers {n_layers} needs frames of {least_size(n_layers)} pixels, "
+                             f"image_size is {height} x {width}: take fewer layers")
+        return self
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of a frame in pixels."""
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a frame: channels, height, width."""
+        return self.channels, *self.size
+
+    @property
+    def perceives(self) -> bool:
+        """Whether there is a perceptual term."""
+        return self.perceptual is not None and self.perceptual.weight > 0
+
+    def network_arguments(self) -> dict[str, Any]:
+        """CViViT's."""
+        names = ("dim", "codebook_size", "image_size", "patch_size", "temporal_patch_size", "spatial_depth",
+                 "temporal_depth", "dim_head", "heads", "channels", "quantizer", "codebook_dim", "inv_temperature",
+                 "dropout", "recompute")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+        """The section with what the data say where it is silent."""
+        height, width = run.data.height or run.data.image_size, run.data.image_size
+        return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
+                "channels": run.data.channels, **model}
+
+    def conflicts(self, run: config.Run) -> list[str]:
+        """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
+        missing = []
+        if self.perceives and not Path(self.perceptual.path).expanduser().exists():
+            missing = [f"model.perceptual.path={self.perceptual.path}: no weights are there: {REMEDY}"]
+        height = run.data.height or run.data.image_size
+        if self.size != (height, run.data.image_size):
+            missing.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
+                           f"model.image_size={list(self.size)} differ: make both equal")
+        return missing + [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
+                          for name, ours, theirs in (("num_frames", self.num_frames, run.data.num_frames or 1),
+                                                     ("channels", self.channels, run.data.channels)) if ours != theirs]
+

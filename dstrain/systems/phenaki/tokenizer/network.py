@@ -1,0 +1,139 @@
+"""C-ViViT, the tokenizer of Villegas et al. 2022 (Phenaki, section 2.1): clips of any length to tokens and back.
+
+The first frame has patches of its own, so that an image is a clip of one frame; later ones are taken p at a time. A
+spatial transformer looks about within a latent frame, a temporal one back along a place. The decoder mirrors it.
+Nothing in either half depends on later latent frames: the tokens and pictures of a clip's beginning are those of the
+whole clip, those of a clip that is padded at its end are the clip's alone, and keys need no mask for that.
+
+Notation: B clips, T = 1 + k p frames of C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid is
+t = 1 + k latent frames of h x w places; D = dim. Of phenaki-pytorch the LayerNorm on a patch's pixels is left out: it
+took away how bright a patch is.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.nn.layers import Linear
+from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
+from dstrain.nn.quantize import wide
+from dstrain.systems.phenaki.transformer import PositionBias, Transformer, alibi
+
+QUANTIZERS = ("lookup_free", "cosine")
+
+
+class Pass(NamedTuple):
+    """What a loss reads of one pass; the terms are means over a clip's real tokens, see nn/lookup_free.Quantized."""
+
+    video: Tensor                                 # (B, T, C, H, W); what padding became is left as it is
+    tokens: Tensor                                # int64 (B, t, h, w)
+    commitment: Tensor                            # (B,)
+    codebook: Tensor                              # (B,)
+    entropy: Tensor                               # (B,)
+    shares: Tensor                                # (B, codes by group)
+
+
+class CViViT(nn.Module):
+    """Clips to tokens and back.
+
+    image_size      pixels, one number or [height, width]; patch_size divides each.
+    spatial_depth   blocks of the spatial transformer, in encoder and decoder each; temporal_depth alike.
+    quantizer       lookup_free or cosine, see nn/lookup_free; codebook_dim is the width of a cosine entry and
+                    inv_temperature the sharpness of the lookup-free p(c|z).
+    recompute       keep no activations inside blocks, compute them again in backward.
+    """
+
+    def __init__(self, dim: int = 512, codebook_size: int = 8192, image_size: int | tuple[int, int] = 128,
+                 patch_size: int = 8, temporal_patch_size: int = 2, spatial_depth: int = 4, temporal_depth: int = 4,
+                 dim_head: int = 64, heads: int = 8, channels: int = 3, *, quantizer: str = "lookup_free",
+                 codebook_dim: int = 32, inv_temperature: float = 1.0, dropout: float = 0.0,
+                 recompute: bool = False) -> None:
+        super().__init__()
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        if height % patch_size or width % patch_size:
+            raise ValueError(f"patch_size: {patch_size} does not divide image_size {height} x {width}")
+        self.grid = (height // patch_size, width // patch_size)
+        self.patch_size, self.temporal_patch_size, self.heads = patch_size, temporal_patch_size, heads
+        values = channels * patch_size ** 2
+
+        def transformer(over: str) -> Transformer:
+            depth = spatial_depth if over == "space" else temporal_depth
+            return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, recompute=recompute,
+                               over=over)
+
+        self.to_patch_emb_first_frame = Linear(values, dim)
+        self.to_patch_emb = Linear(temporal_patch_size * values, dim)
+        self.spatial_rel_pos_bias = PositionBias(heads, dim)
+        self.enc_spatial_transformer, self.enc_temporal_transformer = transformer("space"), transformer("time")
+        self.vq = (LookupFree(dim, codebook_size, inv_temperature) if quantizer == "lookup_free" else
+                   CosineQuantizer(dim, codebook_size, codebook_dim))
+        self.dec_temporal_transformer, self.dec_spatial_transformer = transformer("time"), transformer("space")
+        self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
+
+    def forward(self, video: Tensor, frames: Tensor) -> Pass:
+        """(B, T, C, H, W), and how many frames of each are real, int64 (B,)."""
+        bias = self.spatial_rel_pos_bias(*self.grid)                                              # (heads, hw, hw)
+        x = self._encode(video, frames, bias)
+        real = self._real(frames, x.shape[1])
+        found: Quantized = self.vq(x, real[:, :, None, None].expand(x.shape[:-1]).float())
+        return Pass(self._decode(found.x, bias), found.tokens, *found[2:])
+
+    def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
+        """(B, T, C, H, W), int64 (B,) or None, all frames real -> tokens int64 (B, t, h, w)."""
+        if frames is None:
+            frames = torch.full((len(video),), video.shape[1], device=video.device)
+        return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
+
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """int64 (B, t, h, w) -> (B, T, C, H, W) in [-1, 1]."""
+        return self._decode(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
+
+    def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
+        """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
+        video = video.to(self.to_patch_emb.weight.dtype)
+        shown = covered(frames, self.temporal_patch_size)[:, None] > torch.arange(video.shape[1], device=video.device)
+        video = torch.where(shown[:, :, None, None, None], video, 0.0)                   # whatever padding holds
+        # Where there is one frame alone the second embedding gets none, and its weights gradients that are 0.
+        first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
+        later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
+        x = torch.cat((first, later), dim=1)                                                      # (B, t, h, w, D)
+        x = self.enc_spatial_transformer(x, bias)
+        return self.enc_temporal_transformer(x, alibi(self.heads, x.shape[1], x))
+
+    def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
+        """(B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
+        x = self.dec_temporal_transformer(x, alibi(self.heads, x.shape[1], x))
+        x = self.dec_spatial_transformer(x, bias)
+        first = self._pixels(self.to_pixels_first_frame(x[:, :1]), 1)
+        later = self._pixels(self.to_pixels(x[:, 1:]), self.temporal_patch_size)
+        return wide(torch.cat((first, later), dim=1))
+
+    def _patches(self, video: Tensor, deep: int) -> Tensor:
+        """(B, t deep, C, H, W) -> (B, t, h, w, deep C s s), s = patch_size."""
+        (h, w), s = self.grid, self.patch_size
+        batch, count, channels = video.shape[:3]
+        x = video.reshape(batch, count // deep, deep, channels, h, s, w, s)
+        return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
+
+    def _pixels(self, x: Tensor, deep: int) -> Tensor:
+        """What `_patches` made into patches, back."""
+        (h, w), s = self.grid, self.patch_size
+        batch, count = x.shape[:2]
+        channels = x.shape[-1] // (deep * s * s)
+        x = x.reshape(batch, count, h, w, deep, channels, s, s)
+        return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * deep, channels, h * s, w * s)
+
+    def _real(self, frames: Tensor, count: int) -> Tensor:
+        """Which of `count` latent frames are real: bool (B, t)."""
+        return latent_frames(frames, self.temporal_patch_size)[:, None] > torch.arange(count, device=frames.device)
+
+
+def latent_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
+    """How many latent frames are whole: int64 (B,) -> (B,)."""
+    return 1 + (frames - 1) // temporal_patch_size
+
+
+def covered(frames: Tensor, temporal_patch_size: int) -> Tensor:
+    """How many frames whole latent frames stand for; a rest that fills none is padding: int64 (B,) -> (B,)."""
+    return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)

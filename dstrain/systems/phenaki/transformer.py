@@ -1,0 +1,238 @@
+"""The transformer that Phenaki's tokenizer and its token models share (Villegas et al. 2022, arXiv:2210.02399).
+
+Notation: B samples; a clip's tokens lie in the grid (t, h, w) of latent frames, rows and columns, N of them attend to
+each other; M tokens are attended to; E is the width of a context. Layers stay in that five-dimensional layout, so that
+the position encoder meets true neighbours whatever the attention runs over.
+
+Queries and keys have unit length and learned scales (Henry et al. 2020, "Query-key normalization"), so that scores
+cannot outgrow bfloat16. Everything normalizes its input itself and is added to it by the block.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dstrain.nn.layers import Linear
+from dstrain.nn.quantize import wide
+
+_HIDDEN = -10000.0                                # added to scores of what is not seen: its exp is 0, fp16 holds it
+_SCALE = 8.0                                      # of the product of two unit vectors, before anything is learned
+OVER = ("all", "space", "time")
+
+
+class Transformer(nn.Module):
+    """`depth` blocks and a norm: (B, t, h, w, dim) -> (B, t, h, w, dim).
+
+    over          what attends to each other: all tokens; space, those of one latent frame; time, those of one place.
+    causal        nothing depends on later latent frames: attention over time and the position encoder look back only.
+    context_dim   E, the width of what cross-attention reads; None: there is none.
+    peg           whether each block begins with a position encoder.
+    recompute     keep no activations inside blocks, compute them again in backward.
+    """
+
+    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
+                 causal: bool = False, peg: bool = True, dropout: float = 0.0, recompute: bool = False, *,
+                 over: str = "all") -> None:
+        super().__init__()
+        self.recompute, self.dropout = recompute, dropout
+        self.layers = nn.ModuleList(TransformerBlock(dim, heads, dim_head, context_dim, causal, peg, dropout, over)
+                                    for _ in range(depth))
+        self.norm_out = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
+                context_mask: Tensor | None = None) -> Tensor:
+        """See TransformerBlock."""
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():               # dropout must draw the same mask again
+                x = checkpoint(layer, x, bias, mask, context, context_mask, use_reentrant=False,
+                               preserve_rng_state=self.dropout > 0)
+            else:
+                x = layer(x, bias, mask, context, context_mask)
+        return self.norm_out(x)
+
+
+class TransformerBlock(nn.Module):
+    """Position encoder, self-attention, cross-attention where there is a context, feed-forward; each is added."""
+
+    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
+                 causal: bool = False, peg: bool = True, dropout: float = 0.0, over: str = "all") -> None:
+        super().__init__()
+        if over not in OVER:
+            raise ValueError(f"over: {over!r} is unknown; one of {', '.join(OVER)}")
+        assert not (causal and over == "all"), "attention over all tokens at once sees later frames"
+        self.over, self.causal = over, causal and over == "time"
+        self.peg = PositionEncoder3d(dim, causal) if peg else None
+        self.attention = Attention(dim, heads, dim_head, dropout=dropout)
+        self.cross = Attention(dim, heads, dim_head, context_dim, dropout) if context_dim else None
+        self.feed_forward = FeedForward(dim, dropout=dropout)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
+                context_mask: Tensor | None = None) -> Tensor:
+        """(B, t, h, w, dim) -> alike.
+
+        bias          (heads, N, N), added to the scores, N as `over` says.
+        mask          bool (B, t, h, w), True where a token is seen by others.
+        context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
+        """
+        if self.peg is not None:                  # what is not seen is as the zeros about the clip
+            x = x + self.peg(x if mask is None else x.masked_fill(~mask[..., None], 0.0))
+        shape, flat = x.shape, self._sequences(x)
+        flat = flat + self.attention(flat, None, None if mask is None else self._sequences(mask), bias, self.causal)
+        x = self._grid(flat, shape)
+        if self.cross is not None:
+            tokens = x.flatten(1, 3)                                                              # (B, t h w, dim)
+            x = x + self.cross(tokens, context, context_mask).view(shape)
+        return x + self.feed_forward(x)
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        """(B, t, h, w, ...) -> (sequences, N, ...)."""
+        if self.over == "all":
+            return x.flatten(1, 3)
+        if self.over == "space":
+            return x.flatten(2, 3).flatten(0, 1)                                                  # (B t, h w, ...)
+        return x.movedim(1, 3).flatten(0, 2)                                                      # (B h w, t, ...)
+
+    def _grid(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        if self.over != "time":
+            return flat.view(shape)
+        batch, t, h, w, dim = shape
+        return flat.view(batch, h, w, t, dim).movedim(3, 1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of normalized tokens to each other, or to a context of width context_dim."""
+
+    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
+                 dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout, width = heads, dropout, heads * dim_head
+        self.norm = nn.LayerNorm(dim)
+        self.context_norm = nn.LayerNorm(context_dim) if context_dim else None
+        self.to_q = Linear(dim, width, bias=False)
+        self.to_kv = Linear(context_dim or dim, 2 * width, bias=False)
+        self.q_norm, self.k_norm = UnitNorm(dim_head), UnitNorm(dim_head)
+        self.to_out = Linear(width, dim, bias=False)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None,
+                causal: bool = False) -> Tensor:
+        """(B, N, dim) -> (B, N, dim).
+
+        context (B, M, E)         what is attended to; None: x itself, normalized as the queries are.
+        mask bool (B, M)          True = seen. Where a sample sees nothing the output is 0, whatever the context holds.
+        bias (heads, N, M)        added to the scores.
+        causal                    a token sees itself and those before it (N = M).
+        """
+        x = self.norm(x)
+        source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
+        split = lambda y: y.unflatten(-1, (self.heads, -1)).transpose(1, 2)                       # (B, heads, N, d)
+        key, value = self.to_kv(source).chunk(2, dim=-1)
+        query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
+        added = _added(bias, mask, causal, query, key.shape[2])
+        out = F.scaled_dot_product_attention(
+            query, key, value, added, self.dropout if self.training else 0.0, is_causal=causal and added is None,
+            scale=_SCALE)
+        if mask is not None:
+            out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
+        return self.to_out(out.transpose(1, 2).flatten(2))
+
+
+def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
+    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None: nothing but what `causal` alone says."""
+    if bias is None and mask is None:
+        return None
+    hidden = query.new_zeros(1, 1, 1, count) if mask is None else (~mask)[:, None, None] * query.new_full((), _HIDDEN)
+    if causal:
+        hidden = hidden + query.new_full((query.shape[2], count), _HIDDEN).triu(1)
+    return hidden if bias is None else bias.to(query.dtype)[None] + hidden
+
+
+class UnitNorm(nn.Module):
+    """Vectors of unit length, times a learned gain for each entry: (..., dim) -> alike."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward (GEGLU, Shazeer 2020): (..., dim) -> (..., dim).
+
+    Its hidden width is 2/3 mult * dim, which has the weights of a plain one of mult * dim, up to a multiple of 8 (the
+    tensor cores' measure).
+    """
+
+    def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        hidden = 8 * math.ceil(2 / 3 * mult * dim / 8)
+        self.norm = nn.LayerNorm(dim)
+        self.widen = Linear(dim, 2 * hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.narrow = Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.widen(self.norm(x)).chunk(2, dim=-1)
+        return self.narrow(self.dropout(value * F.gelu(gate)))
+
+
+class PositionEncoder3d(nn.Conv3d):
+    """A position encoder (PEG, Chu et al. 2021): a depthwise convolution of 3 x 3 x 3, (B, t, h, w, dim) -> alike.
+
+    The zeros about the clip tell tokens where they are. With `causal` all zeros of time lie before the first frame, so
+    that an output sees its own latent frame and the two before it.
+    """
+
+    def __init__(self, dim: int, causal: bool) -> None:
+        super().__init__(dim, dim, kernel_size=3, groups=dim)
+        self.before = 2 if causal else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))                   # (B, dim, t, h, w)
+        return super().forward(x).movedim(1, -1)
+
+
+class PositionBias(nn.Module):
+    """A learned bias for each head from how far apart two tokens are, by an MLP: (heads, N, N) for any grid.
+
+    Distances along each axis are signed and logarithmic, sign(d) log(1 + |d|), as in Swin v2 (Liu et al. 2021). `axes`
+    is the number of sides of the grid. The MLP sees each difference of places once, not each pair of tokens.
+    """
+
+    def __init__(self, heads: int, dim: int, axes: int = 2) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Linear(axes, dim), nn.LeakyReLU(0.1), Linear(dim, dim), nn.LeakyReLU(0.1),
+                                 Linear(dim, heads))
+
+    def forward(self, *sides: int) -> Tensor:
+        """(heads, N, N), N the product of the sides, tokens in row-major order."""
+        like = self.net[0].weight
+        apart = [torch.arange(1 - side, side, device=like.device) for side in sides]
+        grid = torch.stack(torch.meshgrid(*apart, indexing="ij"), dim=-1).flatten(0, -2).float()  # (differences, axes)
+        table = self.net((grid.sign() * grid.abs().log1p()).to(like.dtype))                       # (.., heads)
+        return F.embedding(_difference(sides, like.device), table).permute(2, 0, 1)
+
+
+def _difference(sides: tuple[int, ...], device: torch.device) -> Tensor:
+    """The number of the difference of places of each two tokens in the table of all differences: int64 (N, N)."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
+    for side, place in zip(sides, places):
+        apart = place.flatten()[:, None] - place.flatten()[None]                                  # (N, N)
+        found = found * (2 * side - 1) + apart + side - 1
+    return found
+
+
+def alibi(heads: int, count: int, like: Tensor) -> Tensor:
+    """A fixed bias that falls linearly with distance, steeper by head (Press et al. 2021): (heads, count, count)."""
+    slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
+    place = torch.arange(count, device=like.device)
+    return (-slopes[:, None, None] * (place[:, None] - place[None]).abs()).to(like.dtype)

@@ -1,0 +1,201 @@
+"""Launched on 2 ranks by test_phenaki.py: MaskGit with either critic, against plain torch; figures as JSON.
+
+The steps are the loop's own. The reference has all logits at once, an optimizer for each part and no engine.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from dstrain import draws, ranks, systems
+from dstrain.config import Run
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines, start
+from dstrain.engine.initial import initial_weights
+from dstrain.engine.masters import MOMENTS
+from dstrain.engine.settings import resolve
+from dstrain.train import take_step
+from tests.engine.check_engines import furthest, gathered, rows
+
+STEPS, GLOBAL, SEED, SAVED = 6, 8, 5, 3
+# As in check_turns.py: a small eps divides rounding by rounding.
+DECAY, LR, EPS, WEIGHT_DECAY, WEIGHT = 0.9, 5e-4, 1e-4, 0.05, 0.7
+SHAPE, IDS, WORDS, DROP = (3, 2, 2), 24, 40, 0.3
+MODEL = {"token_shape": SHAPE, "codebook_size": IDS, "temporal_patch_size": 2, "dim": 16, "depth": 2, "heads": 2,
+         "dim_head": 8, "num_words": WORDS, "max_text_len": 4, "cond_drop_prob": DROP, "loss_chunk": 5,
+         "critic_loss_weight": WEIGHT}
+CRITICS = ("token", "self")
+
+
+def recipe(micro: int, critic: str) -> Run:
+    return Run.model_validate({
+        "name": "phenaki", "system": "phenaki", "model": MODEL | {"critic": critic}, "seed": SEED, "steps": STEPS,
+        "batch": {"global": GLOBAL, "micro": micro}, "ema": {"decays": [DECAY]},
+        "optimizer": {"lr": LR, "betas": (0.9, 0.99), "eps": EPS, "weight_decay": WEIGHT_DECAY}})
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """The global batch: clips of 1 to 5 frames."""
+    position = torch.arange(GLOBAL)
+    key = draws.keys(SEED, step, position)
+    return {"key": key, "position": position, "step": torch.full_like(position, step),
+            "tokens": draws.integers(key, "tokens", IDS, SHAPE), "frames": 1 + draws.integers(key, "frames", 5),
+            "words": draws.integers(key, "words", WORDS, (4,))}
+
+
+class Batches:
+    """This rank's micro-batches, in the layout of data/batches.py."""
+
+    def __init__(self, micro: int):
+        self.micro = micro
+
+    def at(self, step):
+        whole = batch(step)
+        for micro_step in range(GLOBAL // (self.micro * ranks.world())):
+            yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
+
+
+class Trial:
+    def __init__(self, stage: int, micro: int, critic: str, folder: Path | None = None):
+        self.run = recipe(micro, critic)
+        config = {"zero_optimization": {"stage": stage}}
+        if stage == 3:
+            config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
+        self.system = systems.build("phenaki", self.run.model)
+        settings = resolve(config, self.run, ranks.world(), "cpu")
+        self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
+        self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
+        self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
+        self.batches = Batches(micro)
+
+    def steps(self, first: int, last: int) -> None:
+        tracker = SimpleNamespace(add=lambda part, terms: None)
+        for step in range(first, last):
+            take_step(step, self.run, self.system, self.engines, self.batches, tracker)
+            self.ema.update(step, self.engines.applied())
+            assert all(self.engines.applied().values())
+            if self.saves and step + 1 == SAVED:
+                assert self.saves.save(step + 1), self.saves.store.error
+
+    def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {part: gathered(masters, masters.flats) for part, masters in self.engines.masters.items()}
+
+    def averages(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {part: gathered(self.engines.masters[part], flats[DECAY]) for part, flats in self.ema.flats.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for part, masters in self.engines.masters.items():
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS}}
+            found |= {f"{part}/{kind}/{name}": value for kind, flats in kinds.items()
+                      for name, value in gathered(masters, flats).items()}
+        return found | {f"{part}/ema/{name}": value for part, values in self.averages().items()
+                        for name, value in values.items()}
+
+
+def reference(critic: str) -> tuple[dict, dict]:
+    """Plain torch on the whole batch in one process: weights and averages by part."""
+    system = systems.build("phenaki", recipe(GLOBAL, critic).model)
+    nets, optimizers, shadows = system.networks(), {}, {}
+    for part, network in nets.items():
+        network.load_state_dict(dict(initial_weights(network, SEED)))
+        named = list(network.named_parameters())
+        groups = [{"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
+                  {"params": [p for n, p in named if not system.decays(n, p)], "weight_decay": 0.0}]
+        optimizers[part] = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS)
+        shadows[part] = {name: weight.detach().clone() for name, weight in named}
+    for step in range(STEPS):
+        for part, loss in losses(nets, batch(step), critic):
+            optimizers[part].zero_grad()
+            loss.backward()
+            optimizers[part].step()
+        for part, network in nets.items():
+            for name, weight in network.named_parameters():
+                shadows[part][name].lerp_(weight.detach(), 1 - DECAY)
+    return {part: {name: weight.detach().clone() for name, weight in net.named_parameters()}
+            for part, net in nets.items()}, shadows
+
+
+def losses(nets, whole, critic):
+    """Each part's loss, written down once more: all logits at once, loops over samples."""
+    tokens, key, net = whole["tokens"], whole["key"], nets["maskgit"]
+    real = torch.arange(SHAPE[0]) < (1 + (whole["frames"] - 1) // 2)[:, None]
+    total = real.sum(1) * 4
+    place = real.repeat_interleave(4, dim=1)
+    noise, u = draws.uniform(key, "mask", (12,)), draws.uniform(key, "mask_ratio")
+    masked = torch.zeros(GLOBAL, 12, dtype=torch.bool)
+    for i in range(GLOBAL):
+        count = max(1, round(int(total[i]) * math.cos(math.pi / 2 * float(u[i]))))
+        chosen = sorted(torch.nonzero(place[i])[:, 0].tolist(), key=lambda j: float(noise[i, j]))[:count]
+        masked[i, chosen] = True
+    dropped = draws.uniform(key, "drop") < DROP
+    flat, said = tokens.flatten(1), {"real": real, "dropped": dropped, "words": whole["words"]}
+    hidden = torch.where(masked, IDS, flat).view_as(tokens)
+
+    def logits():
+        states = net.trunk(hidden, **said).flatten(1, 3)
+        return states @ net.to_logits.weight.t() + net.to_logits.bias
+
+    with torch.no_grad():
+        upto = logits().softmax(-1).cumsum(-1)
+        drawn = (upto <= draws.uniform(key, "filled", (12,))[..., None] * upto[..., -1:]).sum(-1)
+        filled = torch.where(masked, drawn, flat)
+    share = lambda each: ((each * masked).sum(1) / (2 / math.pi * total)).mean()
+    entropy = share(F.cross_entropy(logits().flatten(0, 1), flat.flatten(), reduction="none").view(GLOBAL, 12))
+
+    def criticism(network):
+        judged = network.to_critic(network.trunk(filled.view_as(tokens), **said)).flatten(1)
+        return share(F.binary_cross_entropy_with_logits(judged, (filled != flat).float(), reduction="none"))
+
+    if critic == "self":
+        yield "maskgit", entropy + WEIGHT * criticism(net)
+    else:
+        yield "maskgit", entropy
+        yield "critic", criticism(nets["critic"])
+
+
+def measure(stage: int, micro: int, critic: str, expected: tuple[dict, dict]) -> dict:
+    trial = Trial(stage, micro, critic)
+    begun = trial.weights()
+    trial.steps(0, STEPS)
+    ended, averages = trial.weights(), trial.averages()
+    return {"weights": {part: furthest(ended[part], expected[0][part]) for part in ended},
+            "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
+            "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
+            "updates": {part: masters.updates for part, masters in trial.engines.masters.items()}}
+
+
+def resumed(stage: int, critic: str, folder: Path) -> list[str]:
+    """Saved, and gone on with: the names of what differs from a run without a break."""
+    whole = Trial(stage, 2, critic, folder / f"{critic}-{stage}")
+    whole.steps(0, STEPS)
+    truth = whole.state()
+    trial = Trial(stage, 2, critic, folder / f"{critic}-{stage}")
+    trial.steps(0, 1)                             # other weights, which the checkpoint must replace
+    trial.saves.load(trial.saves.store.folder / f"step_{SAVED:08d}")
+    trial.saves = None
+    trial.steps(SAVED, STEPS)
+    state = trial.state()
+    return [name for name in truth if not torch.equal(state[name], truth[name])]
+
+
+def main(folder: Path) -> None:
+    start()
+    figures = {}
+    for critic in CRITICS:
+        expected = reference(critic)
+        figures |= {f"{critic}-{stage}-{micro}": measure(stage, micro, critic, expected)
+                    for stage in (0, 1, 2, 3) for micro in (4, 2)}
+        figures |= {f"{critic}-{stage}-resumed": resumed(stage, critic, folder) for stage in (0, 1, 2, 3)}
+    if ranks.rank() == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(Path([argument for argument in sys.argv[1:] if not argument.startswith("--")][0]))

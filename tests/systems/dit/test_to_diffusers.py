@@ -1,0 +1,276 @@
+"""A DiT as diffusers' DiTTransformer2DModel and DiTPipeline, there and back; what they cannot express, and what is no DiT."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.dit import pipeline_dit
+from safetensors.torch import load_file, save_file
+
+from dstrain import draws, systems
+from dstrain.systems.base import Request
+from dstrain.systems.dit import to_diffusers
+from dstrain.weights import fitted
+from tests.support import first_stage
+
+SMALL = {"patch_size": 2, "hidden_size": 32, "depth": 3, "num_heads": 2, "num_classes": 7, "time_freq": "diffusers",
+         "image_size": 16}
+FILE = "diffusion_pytorch_model.safetensors"
+CLASSES = "y_embedder.embedding_table.weight"
+V = {"diffusion": {"schedule": "cosine", "prediction": "v"}, "learn_sigma": False}
+PIXELS = {"in_channels": 1}
+CASES = {"eps": {}, "v": V, "x_start, 100 steps": {"diffusion": {"prediction": "x_start", "num_steps": 100,
+                                                                 "schedule": "quad"}},
+         "never unconditional": {"class_dropout_prob": 0.0}, "other scale": {"scale": 0.3}}
+
+
+def made(tmp_path, changes=(), latents=True):
+    """(system, networks whose weights are all random); of latents of a first stage with 3 channels, or of pixels."""
+    changes = dict(changes)
+    if latents:
+        stage = first_stage.save(tmp_path / "stage", channels=1, depth=2)
+        own = json.loads((stage / "config.json").read_text())
+        changes |= {"first_stage": {"path": str(stage), "factor": 2 ** (len(own["block_out_channels"]) - 1),
+                                    "scaling_factor": changes.pop("scale", None), "shift": changes.pop("shift", None)},
+                    "in_channels": own["latent_channels"]}
+    system = systems.build("dit", SMALL | changes)
+    nets = system.networks()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in nets["denoiser"].parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape, generator=generator))
+    nets["denoiser"].eval()
+    return system, nets
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def probe(system):
+    return {"key": system.synthetic(4)["key"]}
+
+
+# --------------------------------------------------------------------------------------------------------------- there
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
+    """Oracle: diffusers' DiTPipeline as a user loads and calls it, with guidance, from the noise that ours starts with:
+    the pictures of `sample`, to one level.
+    """
+    system, nets = made(tmp_path, CASES[case])
+    names = [f"class {number}, kind {number}" for number in range(7)]
+    to_diffusers.save(system, nets, tmp_path / "out", classes=lambda: names)
+    errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+    assert errors.keys() == {"with label", "chain"} | ({"without label"} if system.config.class_dropout_prob else set())
+    assert errors.pop("chain") < 1e-3 and max(errors.values()) < 1e-5
+
+    pipeline = DiTPipeline.from_pretrained(tmp_path / "out")
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.get_label_ids(["class 3", "kind 6"]) == [3, 6]
+    seeds, labels = torch.arange(5), [6, 0, 3, 3, 1]
+    keys = draws.keys_of_seeds(seeds)
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda shape, **_: draws.normal(keys, "start", shape[1:]))
+    scale = 2.5 if system.config.class_dropout_prob else 1.0
+    found = pipeline(labels, guidance_scale=scale, num_inference_steps=20, output_type="np").images
+    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 20, "ddim", scale))
+    theirs = torch.from_numpy(found).permute(0, 3, 1, 2) * 255
+    assert (theirs - ours).abs().max() <= 1 and ours.float().std() > 5
+
+
+@pytest.mark.parametrize("changes, predicts", [(PIXELS, 2), (PIXELS | V, 1), ({"in_channels": 3} | V, 3)])
+def test_without_a_vae(tmp_path, changes, predicts):
+    """Oracle: the transformer and the scheduler that diffusers loads, in a loop as the note says; there is no pipeline."""
+    system, nets = made(tmp_path, changes, latents=False)
+    to_diffusers.save(system, nets, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["scheduler", "transformer"]
+    name, note, code = to_diffusers.about(system)
+    assert name == "DiTTransformer2DModel" and "there is no vae" in note and "use_clipped_model_output=True" in note
+    assert to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["chain"] < 1e-3
+    loaded: dict = {}
+    exec(code.replace('"OUT', f'"{tmp_path / "out"}'), loaded)
+    transformer, scheduler = loaded["transformer"].eval(), loaded["scheduler"]
+    assert isinstance(scheduler, DDIMScheduler) and transformer.config.num_embeds_ada_norm == 7
+    seeds, y = torch.arange(3), torch.tensor([1, 5, 2])
+    x = draws.normal(draws.keys_of_seeds(seeds), "start", system.shape)
+    scheduler.set_timesteps(25)
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            with_label, without = (transformer(x, t.expand(3), labels).sample for labels in (y, torch.full((3,), 7)))
+            assert with_label.shape[1] == predicts
+            out = (without + 3 * (with_label - without))[:, :system.config.in_channels]
+            x = scheduler.step(out, t, x, use_clipped_model_output=True).prev_sample
+    ours = system.sample(nets, Request(seeds, {"label": y}, 25, "ddim", 3.0)).float()
+    assert (((x + 1) * 127.5).clamp(0, 255) - ours).abs().max() <= 1
+
+
+@pytest.mark.parametrize("latents", [True, False])
+def test_flow_matching(tmp_path, latents):
+    """Oracle: FlowMatchEulerDiscreteScheduler as diffusers loads it, in a loop as the note says."""
+    changes = {"objective": "flow", "flow": {"shift": 3.0}} | ({} if latents else PIXELS)
+    system, nets = made(tmp_path, changes, latents)
+    to_diffusers.save(system, nets, tmp_path / "out")
+    assert not (tmp_path / "out" / "model_index.json").exists() and (tmp_path / "out" / "vae").exists() == latents
+    assert "knows no scheduler of flow matching" in to_diffusers.about(system)[1]
+    errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
+    assert errors["chain"] < 1e-3 and errors["with label"] < 1e-5
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
+    scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
+    torch.testing.assert_close(scheduler.sigmas, system.flow.grid(8, torch.zeros(1)))
+    torch.testing.assert_close(scheduler.timesteps, 1000 * system.flow.grid(8, torch.zeros(1))[:-1])
+
+
+def test_other_weights_are_found(tmp_path):
+    """Oracle: a file in which one bias was moved: the error is above what an export tolerates."""
+    system, nets = made(tmp_path, PIXELS, latents=False)
+    to_diffusers.save(system, nets, tmp_path / "out")
+    state = load_file(tmp_path / "out" / "transformer" / FILE)
+    state["transformer_blocks.1.norm1.linear.bias"][5] += 0.01
+    save_file(state, tmp_path / "out" / "transformer" / FILE, {"format": "pt"})
+    assert to_diffusers.errors(system, nets, tmp_path / "out", probe(system))["with label"] > 1e-5
+
+
+def test_the_frequencies_do_matter(tmp_path):
+    """Oracle: the official network with these very weights: what an export that ignored time_freq would be off by."""
+    system, nets = made(tmp_path, PIXELS, latents=False)
+    to_diffusers.save(system, nets, tmp_path / "out")
+    official, others = made(tmp_path, PIXELS | {"time_freq": "official"}, latents=False)
+    others["denoiser"].load_state_dict(nets["denoiser"].state_dict())
+    assert to_diffusers.errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"time_freq": "official"}, "time_freq: .*model.time_freq=diffusers and init_from="),
+    ({"mlp_ratio": 2.0}, "mlp_ratio: it is 4 .* and 2 here"), ({"num_classes": 1001}, "num_classes: 1001 labels"),
+    ({"shift": 0.5}, r"first_stage.shift: 0\.5"),
+    ({"objective": "flow", "flow": {"time_scale": 0.5}}, "flow.time_scale: 0.5 is no whole number")])
+def test_what_diffusers_cannot_express(tmp_path, changes, words):
+    """Oracle: a ValueError that names the field, and no folder."""
+    system, nets = made(tmp_path, changes)
+    with pytest.raises(ValueError, match=words):
+        to_diffusers.save(system, nets, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_interpolated_positions_are_no_sinusoids(tmp_path):
+    """Oracle: positions that `adapt` interpolates, which diffusers would compute anew."""
+    small, _ = made(tmp_path, PIXELS, latents=False)
+    system, nets = made(tmp_path, PIXELS | {"image_size": 24}, latents=False)
+    nets["denoiser"].load_state_dict(system.adapt("denoiser", small.networks()["denoiser"].state_dict())[0])
+    with pytest.raises(ValueError, match="pos_embed: .* interpolated"):
+        to_diffusers.save(system, nets, tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------- back
+
+@pytest.mark.parametrize("changes, latents", [({}, True), ({"class_dropout_prob": 0.0}, True), (PIXELS, False),
+                                              (PIXELS | {"class_dropout_prob": 0.0}, False)])
+def test_there_and_back(tmp_path, changes, latents):
+    """Oracle: the weights themselves, bit for bit, from the pipeline's folder and from the transformer's."""
+    system, nets = made(tmp_path, changes, latents)
+    to_diffusers.save(system, nets, tmp_path / "out")
+    state = nets["denoiser"].state_dict()
+    for path in (tmp_path / "out", tmp_path / "out" / "transformer"):
+        (values, notes), = fitted(path, system).values()
+        assert same(values, state)
+        counts = f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
+        assert notes == [f"{counts}{tmp_path / 'out' / 'transformer'} (DiTTransformer2DModel)"]
+
+
+def theirs(tmp_path, classes=7, **changes):
+    """A folder of a random DiTTransformer2DModel that diffusers has made, its blocks' embedders alike."""
+    torch.manual_seed(5)
+    network = DiTTransformer2DModel(**{
+        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 1, "out_channels": 2, "num_layers": 3,
+        "sample_size": 16, "patch_size": 2, "num_embeds_ada_norm": classes, "norm_eps": 1e-6} | changes).eval()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.normal_(std=0.15)
+    for block in network.transformer_blocks[1:]:
+        block.norm1.emb.load_state_dict(network.transformer_blocks[0].norm1.emb.state_dict())
+    network.save_pretrained(tmp_path / "theirs")
+    return network
+
+
+@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "older"])
+def test_a_folder_that_diffusers_made(tmp_path, form):
+    """Oracle: the outputs of diffusers' network, from each form in which it saves, and under the class's former name."""
+    network = theirs(tmp_path)
+    folder = tmp_path / "theirs"
+    if form == "sharded":
+        (folder / FILE).unlink()
+        network.save_pretrained(folder, max_shard_size="40KB")
+        assert len(list(folder.glob("*-of-*.safetensors"))) > 1
+    elif form == "bin":
+        (folder / FILE).unlink()
+        network.save_pretrained(folder, safe_serialization=False)
+    elif form == "older":
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(said | {"_class_name": "Transformer2DModel"}))
+        save_file({name: value + 1 for name, value in load_file(folder / FILE).items()},
+                  folder / "diffusion_pytorch_model.fp16.safetensors")            # not what is asked for
+    system, nets = made(tmp_path, PIXELS, latents=False)
+    (values, notes), = fitted(folder, system).values()
+    nets["denoiser"].load_state_dict(values)
+    x, t, y = torch.randn(4, 1, 16, 16), torch.tensor([0, 10, 500, 999]), torch.tensor([0, 6, 7, 3])
+    with torch.no_grad():
+        torch.testing.assert_close(nets["denoiser"](x, t, y), network(x, t, y).sample, rtol=1e-5, atol=1e-5)
+    assert len(notes) == 1
+
+
+def test_other_sizes(tmp_path):
+    """Oracle: 7 classes for 4, 16 pixels for 24: fresh rows, and positions interpolated, both counted and told."""
+    theirs(tmp_path)
+    system, _ = made(tmp_path, PIXELS | {"num_classes": 4, "image_size": 24, "time_freq": "official"}, latents=False)
+    (values, notes), = fitted(tmp_path / "theirs", system).values()
+    assert notes[0].startswith(f"denoiser: {len(values) - 2} tensors loaded, 2 replaced, 0 left")
+    assert [note.partition(":")[0] for note in notes[1:3]] == ["pos_embed", CLASSES]
+    assert "need model.time_freq=diffusers" in notes[3]
+    system.networks()["denoiser"].load_state_dict(values)
+
+
+def edited(folder, **changes):
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+
+
+def lacking(folder, name, value=None):
+    state = load_file(folder / FILE)
+    del state[name]
+    save_file(state | ({name: value} if value is not None else {}), folder / FILE)
+
+
+WRONG = {
+    "another class": (lambda f: edited(f, _class_name="UNet2DModel"), "of class UNet2DModel, system dit takes a DiT"),
+    "other heads": (lambda f: edited(f, num_attention_heads=4), "num_attention_heads is 4 in .* 2 by model.num_heads"),
+    "other patches": (lambda f: edited(f, patch_size=4), "patch_size is 4 in config.json, and 2 by model.patch_size"),
+    "other norm": (lambda f: edited(f, norm_type="ada_norm"), "norm_type is ada_norm in .*this network, which has no"),
+    "no side": (lambda f: edited(f, sample_size=None), "sample_size is None in config.json"),
+    "no weights": (lambda f: (f / FILE).unlink(), "there is no file"),
+    "a layer missing": (lambda f: lacking(f, "transformer_blocks.1.attn1.to_k.bias"), "to_k.bias is missing, and num_"),
+    "blocks apart": (lambda f: lacking(f, "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias",
+                                       torch.ones(32)), "blocks.2.norm1.*is not that of block 0.*trained the copies"),
+    "another shape": (lambda f: lacking(f, "proj_out_2.weight", torch.ones(4, 32)),
+                      r"final_layer.linear.weight is \(4, 32\) in the file and \(8, 32\) in the network; set learn_sig"),
+    "no json": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(tmp_path, case):
+    """Oracle: the fault put in, named with both sides."""
+    spoil, words = WRONG[case]
+    theirs(tmp_path)
+    spoil(tmp_path / "theirs")
+    system, _ = made(tmp_path, PIXELS, latents=False)
+    with pytest.raises(ValueError, match=words) as caught:
+        fitted(tmp_path / "theirs", system)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pipeline_without_a_transformer(tmp_path):
+    """Oracle: the contract: what is missing where, of a folder that is a pipeline."""
+    (tmp_path / "model_index.json").write_text('{"_class_name": "DDPMPipeline"}')
+    with pytest.raises(ValueError, match="holds no transformer/config.json"):
+        fitted(tmp_path, made(tmp_path, PIXELS, latents=False)[0])
