@@ -19,15 +19,16 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dstrain import __version__
-from dstrain.engine import deepspeed_files, streams, torch_files
+from dstrain.engine import deepspeed_files, fragment_files, streams, torch_files
+from dstrain.engine.fragment_files import COMMON, SHARD
 from dstrain.engine.manifest import NAME, faults, manifest
-from dstrain.engine.streams import FLOATS, SIZES, Entry, Span, Stored
+from dstrain.engine.streams import Entry
 
 class Refused(ValueError):
     """An order that cannot be carried out, for a reason that the message says."""
@@ -35,8 +36,6 @@ class Refused(ValueError):
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 DESCRIPTION = "consolidated.json"
-_COMMON = "common.safetensors"
-_SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -129,7 +128,7 @@ def look(order: Order) -> Plan:
 def _checkpoint(source: Path, step: int | None) -> Path | None:
     """The folder of one checkpoint of dstrain's; None: this is none of its folders."""
     store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
-    if (source / NAME).exists() or (source / _COMMON).exists():
+    if (source / NAME).exists() or (source / COMMON).exists():
         if step not in (None, _step(source)):
             raise ValueError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
@@ -160,9 +159,9 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
         body = manifest(checkpoint)
     except ValueError as error:
-        raise _damaged(checkpoint, str(error)) from None
+        raise fragment_files.damaged(checkpoint, str(error)) from None
     said: dict[str, dict] = body["files"]
-    there = sorted({match[1] for name in said if (match := _SHARD.fullmatch(name))})
+    there = sorted({match[1] for name in said if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in there:
         raise ValueError(f"--part {order.part}: {checkpoint} holds {', '.join(there)}")
     recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
@@ -173,14 +172,14 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
                          "score": body["extra"].get("score"), "data": _data(recipe),
                          "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()},
                 recipe=recipe)
-    used = {_COMMON}
-    kinds = {part: _Fragments(checkpoint, part, said) for part in ([order.part] if order.part else there)}
+    used = {COMMON}
+    kinds = {part: fragment_files.Fragments(checkpoint, part, said) for part in ([order.part] if order.part else there)}
     decays = {part: found.decays() for part, found in kinds.items()}
     for part, found in kinds.items():
         kind = _kind(order, checkpoint, part, decays)
         native = kind == "master" and kind not in found.pieces
         if native and not (checkpoint / "deepspeed" / part).is_dir():
-            raise _damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+            raise fragment_files.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
         if native:
             used |= {name for name in said if name.startswith(f"deepspeed/{part}/")}
             merged = deepspeed_files.read(checkpoint / "deepspeed" / part, order.trust_pickle, DTYPES[order.dtype])
@@ -188,71 +187,11 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
         else:
             used |= set(found.files)
             entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in found.tensors(kind)]
-            plan.parts[part] = entries + list(_buffers(checkpoint, part))
+            plan.parts[part] = entries + list(fragment_files.buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(said[name]["size"] for name in used)
     plan.verify = lambda told: _verify(checkpoint, sorted(used), said, told)
     return plan
-
-
-class _Fragments:
-    """The shards of one part: where each tensor's bytes lie. See engine/fragments.py, which writes them."""
-
-    def __init__(self, folder: Path, part: str, said: dict[str, dict]) -> None:
-        self.part, self.folder = part, folder
-        self.files = sorted(name for name in said if (match := _SHARD.fullmatch(name)) and match[1] == part)
-        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}       # kind: name: (first element, bytes)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for name in self.files:
-            try:
-                self._index(folder / name)
-            except FileNotFoundError:
-                raise _damaged(folder, f"{name} is missing") from None
-            except (ValueError, KeyError, TypeError) as error:
-                raise _damaged(folder, f"{name}: {error}") from None
-
-    def decays(self) -> list[float]:
-        return [float(kind.removeprefix("ema.")) for kind in self.pieces if kind.startswith("ema.")]
-
-    def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Every tensor of a kind, in the order of saving."""
-        for name, pieces in self.pieces[kind].items():
-            done, spans = 0, []
-            for start, span in sorted(pieces, key=lambda piece: (piece[0], -piece[1].nbytes)):
-                end = start + span.nbytes // 4
-                if start <= done < end:
-                    spans.append(Span(span.path, span.offset + 4 * (done - start), 4 * (end - done)))
-                    done = end
-            if done != math.prod(self.shapes[name]):
-                raise _damaged(self.folder, f"elements of {kind}/{name} from {done} on are in none of its files")
-            yield name, Stored("F32", self.shapes[name], tuple(spans))
-
-    def _index(self, path: Path) -> None:
-        header, metadata, data = streams.read_header(path)
-        for key, (shape, start, numel) in json.loads(metadata["fragments"]).items():
-            kind, name = key.split("/", 1)
-            name = name.partition("#")[0]
-            (span,) = streams.stored(path, header[key], data).spans
-            if header[key]["dtype"] != "F32" or span.nbytes != 4 * numel:
-                raise ValueError(f"{key} is not {numel} numbers of float32")
-            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise ValueError(f"{name} has another shape than in the other files")
-            self.pieces.setdefault(kind, {}).setdefault(name, []).append((start, span))
-
-
-def _buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
-    try:
-        header, _, data = streams.read_header(checkpoint / _COMMON)
-    except FileNotFoundError:
-        raise _damaged(checkpoint, f"{_COMMON} is missing") from None
-    except ValueError as error:
-        raise _damaged(checkpoint, str(error)) from None
-    prefix = f"buffer/{part}/"
-    for name, entry in header.items():
-        if name.startswith(prefix):
-            dtype = "F32" if entry["dtype"] in FLOATS and SIZES[entry["dtype"]] < 4 else entry["dtype"]
-            yield Entry(name.removeprefix(prefix), streams.stored(checkpoint / _COMMON, entry, data), dtype)
 
 
 def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
@@ -277,12 +216,8 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
 def _verify(checkpoint: Path, names: list[str], said: dict[str, dict], told: Callable[[int], Any]) -> None:
     for name in names:
         if wrong := faults(checkpoint, [name], said):
-            raise _damaged(checkpoint, wrong[0])
+            raise fragment_files.damaged(checkpoint, wrong[0])
         told(said[name]["size"])
-
-
-def _damaged(checkpoint: Path, reason: str) -> ValueError:
-    return ValueError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
 def _run(recipe: Path | None) -> dict[str, Any]:

@@ -11,8 +11,11 @@ usage:  python launch/export.py RUN --out DIR [options]
 
   RUN                   a run's folder, for example runs/vae-small
   --out DIR             a new folder
-  --format NAME         diffusers (unless given): a KL autoencoder becomes an AutoencoderKL, a prior a PriorTransformer;
-                        safetensors: of any run PART.safetensors, which init_from= takes, and recipe.yaml
+  --format NAME         diffusers (unless given): a DiT over latents becomes a DiTPipeline (over pixels a
+                        DiTTransformer2DModel with its scheduler), an IDDPM a UNet2DModel with its scheduler, a KL
+                        autoencoder an AutoencoderKL, a prior a PriorTransformer, each with a model card, README.md;
+                        safetensors: of any run PART.safetensors and recipe.yaml.
+                        init_from= takes either folder back
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --statistics DIR      an autoencoder's scaling_factor from what launch/encode.py has written there;
@@ -21,6 +24,7 @@ usage:  python launch/export.py RUN --out DIR [options]
 
 example:
   python launch/export.py runs/vae-small --out runs/first_stage
+  python launch/export.py runs/dit-small-latents --out pipeline
   python launch/export.py runs/dit-small --out weights --format safetensors --ema 0.9999
 """
 

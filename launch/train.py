@@ -11,7 +11,7 @@ def main() -> None:
     if options.print_config:
         print(cli.describe(job), end="")
     elif options.dry_run:
-        print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order")
+        print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
         from dstrain.train import train
         raise SystemExit(train(job.run, job.settings, options))

@@ -144,7 +144,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     done = export(Order(folder, out))
     assert done.name == kind and max(done.errors.values()) < 1e-3
     card, run = (out / "README.md").read_text(), recipe.load(folder / "run.yaml")
-    facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line.count(" | ") == 1)
+    facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line[:2] == "| " and line != "| | |")
     assert facts["Step"] == f"7 of {run.steps:,}" and facts["Seed"] == "0" and facts["System"].endswith(kind)
     assert facts["Data"] == f"{run.data.path} (n=2000 crc=12345678)" and "decay 0.9" in facts["Weights"]
     assert facts["Trained with"] == "dstrain 0.0, torch 2.99" and "diffusers 0." in facts["Exported with"]

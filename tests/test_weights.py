@@ -80,6 +80,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path, str]:
     arguments = [[*common, f"folder={trained}", "steps=4", "every.save=2", "optimizer.lr=0.01"],
                  [*common, f"folder={begun}", "steps=1", "every.save=1", f"init_from={trained}", "optimizer.lr=0",
                   "optimizer.weight_decay=0", "model.class_dropout_prob=0", "samples.guidance_scale=1"]]
+    arguments.insert(1, [word.replace("begun", "dry") for word in arguments[1]] + ["--dry-run"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(ROOT / "launch" / "train.py"), json.dumps(arguments)],
                           env=environment(), text=True, timeout=300, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
@@ -270,7 +271,8 @@ def test_init_from_a_run(runs):
     trained, folder, said = runs
     source = read_weights(checkpoint(trained, 4), "denoiser", "ema.0.9")
     (expected, notes), = fitted(trained, dit(class_dropout_prob=0)).values()
-    assert len(notes) == 2 and all(note in said for note in notes) and "complete: 1 steps" in said
+    assert len(notes) == 2 and all(said.count(f"init_from: {note}\n") == 2 for note in notes)      # a dry run, a run
+    assert notes[0] == told(checkpoint(trained, 4), replaced=1) and "complete: 1 steps" in said
     assert {name for name in source if not torch.equal(source[name], expected[name])} == {CLASSES}
     for kind in ("master", "ema.0.9", "ema.0.99"):
         assert same(read_weights(checkpoint(folder, 1), "denoiser", kind), expected)

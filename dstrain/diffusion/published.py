@@ -30,6 +30,6 @@ def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool)
     return found | {"trained_betas": diffusion.tables["betas"].float().tolist()}
 
 
-def even_steps(count: int, most: int = 10) -> int:
+def even_steps(count: int, most: int = 5) -> int:
     """The largest number of steps up to `most` that divides `count`: there DDIM strides alike here and in diffusers."""
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

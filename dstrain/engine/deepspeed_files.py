@@ -6,7 +6,8 @@
 
 The names to be written are those of the module's state dict, in its order, and every one of them is found or the
 checkpoint is refused: trained weights in the masters; frozen weights and buffers in the model's files; a tied weight
-where its other name leads. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1 and raises at stage 0.
+where its other name leads. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1, leaves them in bf16 at 2 and
+3, refuses stage 0 and stage 1 with fp32 accumulation, and cannot write tied weights as safetensors.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, utils/zero_to_fp32.py.
 """
@@ -80,10 +81,10 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         raise ValueError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
                          "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
     try:
-        found = _merged(folder, {rank: contents[path].value for rank, path in models.items()},
-                       {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()},
-                       {**{f"model {rank}": path.name for rank, path in models.items()},
-                        **{f"optimizer {rank}": path.name for rank, path in optimizers.items()}}, dtype)
+        states = {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()}
+        if states:
+            _complete(folder, optimizers, models, states)
+        found = _merged(folder, {rank: contents[path].value for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
                          f"({type(error).__name__}: {error})") from None
@@ -112,8 +113,11 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
                                  "DeepSpeed's ds_to_universal.py")
         for pattern, found in ((_OPTIMIZER, optimizers), (_MODEL, models)):
             if match := pattern.fullmatch(name):
-                found[int(match[1] or 0)] = folder / name
-                parallel += [name] if int(match[2]) else []
+                other = found.setdefault(int(match[1] or 0), folder / name).name
+                if int(match[2]):
+                    parallel.append(name)
+                elif other != name:
+                    raise ValueError(f"{folder} holds {other} and {name}, of one rank: remove those of the older run")
     if parallel:
         raise ValueError(f"{folder}: {parallel[0]} is of a tensor-parallel run (mp_rank above 0), whose slices only "
                          "the network's own rules put together: see DeepSpeed's ds_to_universal.py")
@@ -124,8 +128,7 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     return optimizers, models
 
 
-def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], named: Mapping[str, str],
-            dtype: str) -> Checkpoint:
+def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], dtype: str) -> Checkpoint:
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or int(first.get("mp_world_size") or 1) > 1:
@@ -134,7 +137,6 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
                          "ds_to_universal.py")
     sharded = any("fp32_flat_groups" in state for state in states.values())
     if states:
-        _complete(folder, models, states, named, sharded)
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
         trained = dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
     elif first.get("param_shapes"):
@@ -174,15 +176,16 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
         "deepspeed": str(first.get("ds_version")), "left_out": left_out}, {})
 
 
-def _complete(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], named: Mapping[str, str],
-              sharded: bool) -> None:
+def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path],
+              states: Mapping[int, Any]) -> None:
     """ValueError: a rank's file is missing, or one of another world size lies there."""
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
-    for kind, found in (("optimizer", states), ("model", models)):
-        if kind == "model" and not sharded:
-            continue
-        rank, name = next((int(label.split()[1]), name) for label, name in named.items() if label.startswith(kind))
+    if not 0 < world < 1 << 20:
+        raise TypeError(f"partitions of {world} ranks")
+    sharded = any("fp32_flat_groups" in state for state in states.values())
+    for found in (optimizers, models) if sharded else (optimizers,):
+        rank, name = next((rank, path.name) for rank, path in found.items())
         missing = [name.replace(f"pp_rank_{rank}_", f"pp_rank_{n}_") for n in range(world) if n not in found]
         if missing:
             raise ValueError(f"{folder} lacks {', '.join(missing[:5])}: {len(found)} of {world} ranks are there")

@@ -184,6 +184,7 @@ def test_refused(saved, tmp_path):
     refused("plain2-fp32", f"lacks {model}", drop(model))
     refused("plain2-fp32", "holds files of 3 ranks, and was written by 2 at last: remove .*_rank_2_",
             copied(second, second.replace("rank_1", "rank_2")))
+    refused("plain2-fp32", "of one rank: remove those of the older run", copied(second, f"bf16_{second}"))
     refused("plain2-fp32", "is of a tensor-parallel run", copied(model, "mp_rank_01_model_states.pt"))
     refused("plain2-fp32", "pipeline- or tensor-parallel run", lambda tag: resaved(tag, model, mp_world_size=2))
     refused("plain2-fp32", "pipeline- or tensor-parallel run", lambda tag: resaved(tag, model, module=None))

@@ -192,7 +192,8 @@ def test_the_whole_way(tmp_path):
 
     words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ds_config(tmp_path, 2), f"folder={dit}",
              f"data.path={codes}", "data.image_size=16", "data.flip=false", "data.held_out=0.1", "every.evaluate=60",
-             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={told}"]
+             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={told}",
+             "model.time_freq=diffusers"]
     assert "complete: 60 steps" in finish(command("launch/train.py", *words, num=2))
     losses = [line["loss"] for line in metrics(dit) if "loss" in line]
     assert losses[0] > 0.8 and losses[-1] < 0.7 and metrics(dit)[-1]["held_out/loss"] < 0.7
@@ -218,8 +219,17 @@ def test_the_whole_way(tmp_path):
     other = systems.build("dit", found.model | {"first_stage": own | {"scaling_factor": 0.1}})
     assert np.abs(drawn(other, four, four) - pictures).max() > 5, "the scale shows in the pictures"
 
-    with pytest.raises(ValueError, match="(?i)diffusers.* take --format safetensors"):
-        export(Export(dit, tmp_path / "x"))
+    done = export(Export(dit, tmp_path / "pipeline"))
+    assert done.name == "DiTPipeline" and done.errors["chain"] < 1e-3
+    (values, notes), = fitted(tmp_path / "pipeline", system).values()
+    wanted = read_weights(at, "denoiser", f"ema.{found.samples.ema or found.ema.decays[0]!r}")
+    assert len(notes) == 1 and values.keys() == wanted.keys()
+    assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+    card = (tmp_path / "pipeline" / "README.md").read_text()
+    assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
+    assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
+    assert fitted(tmp_path / "pipeline", systems.build("vae", runs.read(run).model))["autoencoder"][1][0].endswith(
+        f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
     assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")
     export(Export(run, tmp_path / "y", "safetensors", raw=True))

@@ -33,7 +33,8 @@ from dstrain.systems.dit.system import DiTSystem
 
 TOLERATED = {"chain": 1e-3}                       # relative; an error of rounding grows along a chain
 _NULL = 1000                                      # DiTPipeline's number of "no label"
-_COUNT, _SCALE = 4, 1.5                           # samples that are compared, and their guidance
+_COUNT, _IN_CHAIN = 4, 2                          # samples that are compared by themselves, and along a chain
+_SCALE, _FLOW_STEPS = 1.5, 5                      # of a chain: guidance, and Euler's steps
 
 
 def about(system: DiTSystem) -> tuple[str, str, str]:
@@ -119,7 +120,8 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
         ours = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
         found["without label"] = _apart(theirs(x, t, torch.full_like(y, null)).sample, ours)
     chain = _pipeline if _is_pipeline(system) else _flow if config.objective == "flow" else _ddim
-    return found | {"chain": _apart(*chain(system, nets["denoiser"], theirs, folder, x, y))}
+    few = slice(_IN_CHAIN)
+    return found | {"chain": _apart(*chain(system, nets["denoiser"], theirs, folder, x[few], y[few]))}
 
 
 def _pipeline(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: Tensor,
@@ -158,12 +160,12 @@ def _flow(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: T
           y: Tensor) -> tuple[Tensor, Tensor]:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler, scale, steps = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), _scale(system), 10
-    scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)])
+    scheduler, scale = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), _scale(system)
+    scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
     found, predict = x, _guided_theirs(theirs, y, scale)
     for t in scheduler.timesteps:
         found = scheduler.step(predict(found, t), t, found).prev_sample
-    return found, system.flow.euler(_guided(system, network, y, scale), x, steps)
+    return found, system.flow.euler(_guided(system, network, y, scale), x, _FLOW_STEPS)
 
 
 def _guided(system: DiTSystem, network: DiT, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:

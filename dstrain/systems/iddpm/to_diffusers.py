@@ -25,7 +25,7 @@ from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
 
 TOLERATED = {"chain": 1e-3, "prediction": 1e-4}   # relative; convolutions and attention of other shapes round otherwise
-_COUNT = 4                                        # samples that are compared
+_COUNT, _IN_CHAIN = 4, 2                          # samples that are compared by themselves, and along a chain
 
 
 def about(system: IDDPMSystem) -> tuple[str, str, str]:
@@ -90,6 +90,8 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
     found = {"prediction": _apart(given(x, t), ours(x, system.diffusion.times(t)))}
 
+    x, conditions = x[:_IN_CHAIN], {name: value[:_IN_CHAIN] for name, value in conditions.items()}
+    ours, given = system.network(nets, conditions), _given(system, theirs, conditions)
     scheduler = DDIMScheduler.from_pretrained(folder / "scheduler", timestep_spacing="leading")
     steps = even_steps(config.diffusion_steps)
     scheduler.set_timesteps(steps)

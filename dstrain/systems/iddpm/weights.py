@@ -79,7 +79,7 @@ _QKV = ("to_q", "to_k", "to_v")
 _FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels": "in_channels, twice with learn_sigma",
            "down_block_types": "attention_resolutions", "up_block_types": "attention_resolutions",
            "block_out_channels": "num_channels and channel_mult", "layers_per_block": "num_res_blocks",
-           "attention_head_dim": "num_heads", "resnet_time_scale_shift": "use_scale_shift_norm",
+           "resnet_time_scale_shift": "use_scale_shift_norm",
            "time_embedding_type": "rescale_timesteps and diffusion_steps",
            "num_train_timesteps": "rescale_timesteps and diffusion_steps"}
 
@@ -171,6 +171,9 @@ def _require(said: Mapping[str, Any], config: Config) -> None:
             theirs, ours = theirs is not None, ours is not None
         if name == "attention_head_dim":          # None says what one width for all may say, too
             theirs, ours = (_heads(config, width) for width in (theirs, ours))
+            if theirs != ours:
+                raise ValueError(f"weights: {name} is {said.get(name)} in config.json, which makes {theirs[-1]} heads, "
+                                 f"and model.num_heads is {config.num_heads}; set it to what the file was made with")
         if theirs != ours:
             fields = _FIELDS.get(name)
             raise ValueError(f"weights: {name} is {said.get(name)} in config.json, and {wanted[name]} by "

@@ -131,7 +131,7 @@ def test_bfloat16_and_recompute():
 
 
 def test_readme_size():
-    """Oracle: 60.2 M weights of the original at these sizes; ours differ by norms and widths that are multiples of 8."""
+    """Oracle: 60.2 M weights of the original at these sizes; ours differ by norms and by widths in eights."""
     config = Config(image_size=256, codebook_size=65536, patch_size=32, num_frames=17)
     with torch.device("meta"):
         network = systems.build("phenaki.tokenizer", config.model_dump()).networks()["tokenizer"]

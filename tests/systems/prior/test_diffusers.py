@@ -9,7 +9,7 @@ from dstrain import draws, systems
 from dstrain.systems.base import Request
 from dstrain.systems.prior import to_diffusers
 from dstrain.systems.prior.network import PriorTransformer
-from dstrain.weights import read
+from dstrain.weights import fitted, read
 
 SIZE = {"image_embed_dim": 12, "max_text_len": 5, "depth": 2, "heads": 2, "dim_head": 8}
 THEIRS = {"embedding_dim": 12, "num_embeddings": 5, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
@@ -215,6 +215,18 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         to_diffusers.save(system, system.networks(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"heads": 1, "dim_head": 16}, "num_attention_heads is 2 in config.json, model.heads is 1")])
+def test_heads_must_agree(tmp_path, changes, words):
+    """Oracle: diffusers' own folder, whose weights fit another number of heads, too."""
+    published().save_pretrained(tmp_path / "prior")
+    stats = {"image_embed_stats": str(tmp_path / "prior"), "normalize_embeds": False}
+    values, notes = fitted(tmp_path, systems.build("prior", SIZE | stats))["denoiser"]
+    assert notes[0].endswith(f"from {tmp_path / 'prior'} (PriorTransformer)") and "clip_mean" not in values
+    with pytest.raises(ValueError, match=words):
+        fitted(tmp_path, systems.build("prior", SIZE | stats | changes))
 
 
 def test_statistics_must_agree(tmp_path):

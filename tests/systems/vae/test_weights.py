@@ -1,5 +1,7 @@
 """Files of the original trainers: what fits, what is taken of them, what is refused."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -89,6 +91,21 @@ def test_what_does_not_fit_diffusers(changes, words):
     state = theirs_of(kl(3)).state_dict()
     with pytest.raises(ValueError, match=words):
         kl(3, **changes).adapt("autoencoder", state)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"_class_name": "PriorTransformer"}, "of class PriorTransformer, system vae takes an AutoencoderKL"),
+    ({"norm_num_groups": 1}, "norm_num_groups is 1 in config.json and .*model.kl.norm_num_groups"),
+    ({"act_fn": "gelu"}, "act_fn is gelu in config.json and silu in the network")])
+def test_what_weights_do_not_show(tmp_path, changes, words):
+    """Oracle: the fault put in config.json, beside weights that fit, in a pipeline's folder."""
+    system = kl(3)
+    theirs_of(system).save_pretrained(tmp_path / "vae")
+    assert fitted(tmp_path, system)["autoencoder"][1][0].endswith(f"0 left, from {tmp_path / 'vae'} (AutoencoderKL)")
+    said = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(ValueError, match=words):
+        fitted(tmp_path, system)
 
 
 def test_a_state_dict_with_a_weight_called_weights(tmp_path):
