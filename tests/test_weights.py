@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import pickle
-import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
 from dstrain.systems.base import System
 from dstrain.weights import checkpoint_kind, fitted, read, write_parts
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, environment, here
 
 MODEL = {"patch_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2, "image_size": 32, "in_channels": 1,
          "num_classes": 10}
@@ -284,21 +283,6 @@ def test_init_from_a_run(runs):
 # --------------------------------------------------------------------------------------------- launch/generate.py
 
 
-def generate(*words: object, monkeypatch, capsys) -> tuple[int, str, str]:
-    """launch/generate.py in this process: exit code, stdout, stderr."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    script = str(ROOT / "launch" / "generate.py")
-    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-    try:
-        runpy.run_path(script, run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = ended.code or 0
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 WRONG = {
     "no folder": ([], "name the folder of a run"),
     "not a run": (["{strange}"], "is not a run's folder"),
@@ -335,7 +319,7 @@ def test_generate_refuses(runs, tmp_path, monkeypatch, capsys, case):
     (tmp_path / "strange").mkdir()
     names = {"run": trained, "begun": begun, "young": tmp_path / "young", "strange": tmp_path / "strange"}
     words, expected = WRONG[case]
-    code, out, err = generate(*(word.format(**names) for word in words), monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = here("generate.py", (word.format(**names) for word in words), monkeypatch, capsys)
     assert code == 2 and not out and "Traceback" not in err, err
     assert err.count("generate.py: error:") == 1 and expected.format(**names) in err, err
     assert not [path for folder in names.values() for path in folder.rglob("*.png")]
@@ -344,8 +328,8 @@ def test_generate_refuses(runs, tmp_path, monkeypatch, capsys, case):
 def test_generate_takes_what_it_is_told(trained, tmp_path, monkeypatch, capsys):
     """Oracle: numpy and Pillow on the files: .npz, PNGs and grid say the same; weights and seeds make a difference."""
     def made(name: str, *words: object) -> np.ndarray:
-        code, out, err = generate(trained, "--num", 5, "--steps", 2, "--out", tmp_path / name, *words,
-                                  monkeypatch=monkeypatch, capsys=capsys)
+        code, out, err = here("generate.py", [trained, "--num", 5, "--steps", 2, "--out", tmp_path / name, *words],
+                              monkeypatch, capsys)
         assert code == 0 and out == f"5 samples in {tmp_path / name}\n", err
         return np.load(tmp_path / name / "samples_5x32x32x3.npz")["arr_0"]
 

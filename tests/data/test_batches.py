@@ -11,33 +11,9 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.images import open_images
 from dstrain.data.order import Order
 from tests.support.pictures import BROKEN, break_file, folder
-from tests.support.sources import Numbers
+from tests.support.sources import Numbers, global_batches, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **options):
-    """The global batches of `steps`, put together from all ranks in order of position."""
-    settings = dict(global_batch=24, seed=3) | options
-    parts = {step: [] for step in steps}
-    for rank in range(world):
-        with Batches(source, micro_batch=micro_batch, rank=rank, world=world,
-                     num_workers=num_workers, **settings) as batches:
-            for step in steps:
-                parts[step] += batches.at(step)
-    whole = []
-    for step in steps:
-        batch = {name: torch.cat([part[name] for part in parts[step]]) for name in parts[step][0]}
-        order = batch["position"].argsort()
-        whole.append({name: tensor[order] for name, tensor in batch.items()})
-    return whole
-
-
-def same(one, other):
-    """Whether two lists of batches hold the same names and the same bits."""
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(one, other))
 
 
 def test_samples_and_keys_are_the_formula():

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from dstrain import draws
 from dstrain.config import Data
 from dstrain.data import videos
 from dstrain.data.bad_files import BadSample
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import held_out
 from dstrain.data.clips import Cut
 from dstrain.data.order import Order
 from dstrain.data.sources import open_sources, require_kind
@@ -22,9 +23,12 @@ from dstrain.encoders.text import captions_of
 from tests.support.clips import moving, write_pictures
 from tests.support.pictures import folder as folder_of_images
 from tests.support.pictures import picture
+from tests.support.sources import global_batches, same
 
 CUT = Cut(5, 16, 16)
 LONG = (11, 5, 3, 1, 20, 9)                       # frames of the clips
+
+twelve = partial(global_batches, global_batch=12, micro_batch=3)
 
 
 def folder(root: Path, classes: tuple[str, ...] = (), texts: bool = False) -> Path:
@@ -36,27 +40,6 @@ def folder(root: Path, classes: tuple[str, ...] = (), texts: bool = False) -> Pa
         if texts:
             (there / f"v{number}.txt").write_text(f"clip {number}, a b\n")
     return root
-
-
-def same(one: list[dict], other: list[dict]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, other))
-
-
-def global_batches(source, steps, world=1, num_workers=0, **options):
-    """Global batches of 12 in the order of positions, from all ranks."""
-    parts = {step: [] for step in steps}
-    for rank in range(world):
-        with Batches(source, global_batch=12, micro_batch=3, seed=3, rank=rank, world=world, num_workers=num_workers,
-                     **options) as batches:
-            for step in steps:
-                parts[step] += batches.at(step)
-    whole = []
-    for step in steps:
-        batch = {name: torch.cat([part[name] for part in parts[step]]) for name in parts[step][0]}
-        order = batch["position"].argsort()
-        whole.append({name: tensor[order] for name, tensor in batch.items()})
-    return whole
 
 
 def test_items_of_a_flat_folder(tmp_path):
@@ -150,7 +133,7 @@ def test_windows_are_drawn_by_the_key(tmp_path):
     """Oracle: the formula: start = floor(draws.uniform(key, "clip") * starts) in what was written, then the flip."""
     source = open_videos(folder(tmp_path), CUT)
     starts = set()
-    for step, batch in enumerate(global_batches(source, range(8))):
+    for step, batch in enumerate(twelve(source, range(8))):
         key = draws.keys(3, step, torch.arange(12))
         chance, flip = draws.uniform(key, "clip"), draws.uniform(key, "flip") < 0.5
         index = Order(6, 3).index_at(step * 12 + torch.arange(12))
@@ -170,10 +153,10 @@ def test_same_at_any_world_resumed_and_with_workers(tmp_path, mixed):
     """Oracle: one rank without workers from the beginning; two ranks, two workers, and a start in the middle."""
     images = folder_of_images(tmp_path / "images", 1, 9) if mixed else None
     source = open_videos(folder(tmp_path / "clips", texts=not mixed), CUT, images=images, image_share=0.4)
-    expected = global_batches(source, range(6))
-    assert same(global_batches(source, range(6), world=2), expected)
-    assert same(global_batches(source, range(4, 6)), expected[4:])
-    assert same(global_batches(source, range(3, 6), world=2, num_workers=1), expected[3:])
+    expected = twelve(source, range(6))
+    assert same(twelve(source, range(6), world=2), expected)
+    assert same(twelve(source, range(4, 6)), expected[4:])
+    assert same(twelve(source, range(3, 6), world=2, num_workers=1), expected[3:])
     assert not same(expected[:1], expected[3:4])
 
 
@@ -190,7 +173,7 @@ def test_a_broken_clip_is_replaced_and_listed(tmp_path):
     source = open_videos(folder(tmp_path / "clips"), CUT)
     for number, content in ((1, b""), (2, b"no clip")):
         (tmp_path / f"clips/v{number}.webp").write_bytes(content)
-    batches = global_batches(source, range(3), folder=tmp_path / "run", max_bad_fraction=0.4, flip=False)
+    batches = twelve(source, range(3), folder=tmp_path / "run", max_bad_fraction=0.4, flip=False)
     lines = (tmp_path / "run/bad_files.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0] for line in lines) == ["v1.webp", "v2.webp"]
     for step, batch in enumerate(batches):
@@ -229,7 +212,7 @@ def test_images_are_mixed_in(tmp_path):
     pictures = [source.images[index]["video"] for index in range(7)]
     assert all(torch.equal(video, video[:1].expand_as(video)) for video in pictures)
     met = np.zeros(7, int)
-    batches = global_batches(source, range(50), flip=False)               # 60 epochs
+    batches = twelve(source, range(50), flip=False)               # 60 epochs
     index = Order(10, 3).index_at(torch.arange(600))
     for row, number in enumerate(index.tolist()):
         batch, at = batches[row // 12], row % 12
@@ -247,7 +230,7 @@ def test_broken_images_are_replaced_by_others(tmp_path):
     images = folder_of_images(tmp_path / "images", 1, 3)
     source = open_videos(folder(tmp_path / "clips"), CUT, images=images, image_share=0.5)
     (images / "c0/001.png").write_bytes(b"")
-    batches = global_batches(source, range(4), max_bad_fraction=0.1, folder=tmp_path / "run")
+    batches = twelve(source, range(4), max_bad_fraction=0.1, folder=tmp_path / "run")
     assert all(batch["video"].shape == (12, 5, 3, 16, 16) for batch in batches)
     assert (tmp_path / "run/bad_files.txt").read_text().startswith("c0/001.png\t")
 

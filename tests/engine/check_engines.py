@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,6 +37,18 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def rows(micro_step: int, micro: int) -> slice:
     start_row = (micro_step * ranks.world() + ranks.rank()) * micro
     return slice(start_row, start_row + micro)
+
+
+class Micros:
+    """This rank's micro-batches of what `batch` gives for a step, in the layout of data/batches.py."""
+
+    def __init__(self, batch: Callable[[int], dict[str, torch.Tensor]], micro: int):
+        self.batch, self.micro = batch, micro
+
+    def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        whole = self.batch(step)
+        for micro_step in range(len(whole["key"]) // (self.micro * ranks.world())):
+            yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
 
 
 def reference() -> tuple[dict[str, torch.Tensor], float]:

@@ -21,7 +21,7 @@ from dstrain.engine.initial import initial_weights
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
 from dstrain.train import take_step
-from tests.engine.check_engines import furthest, gathered, rows
+from tests.engine.check_engines import Micros, furthest, gathered
 
 STEPS, GLOBAL, SEED, SAVED = 6, 8, 5, 3
 # As in check_turns.py: a small eps divides rounding by rounding.
@@ -49,18 +49,6 @@ def batch(step: int) -> dict[str, torch.Tensor]:
             "words": draws.integers(key, "words", WORDS, (4,))}
 
 
-class Batches:
-    """This rank's micro-batches, in the layout of data/batches.py."""
-
-    def __init__(self, micro: int):
-        self.micro = micro
-
-    def at(self, step):
-        whole = batch(step)
-        for micro_step in range(GLOBAL // (self.micro * ranks.world())):
-            yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
-
-
 class Trial:
     def __init__(self, stage: int, micro: int, critic: str, folder: Path | None = None):
         self.run = recipe(micro, critic)
@@ -72,7 +60,7 @@ class Trial:
         self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
-        self.batches = Batches(micro)
+        self.batches = Micros(batch, micro)
 
     def steps(self, first: int, last: int) -> None:
         tracker = SimpleNamespace(add=lambda part, terms: None)

@@ -18,7 +18,7 @@ from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
 from dstrain.train import take_step
-from tests.engine.check_engines import furthest, gathered, rows
+from tests.engine.check_engines import Micros, furthest, gathered
 
 STEPS, START, GLOBAL, SEED, EVERY = 6, 2, 8, 5, 2
 IMAGES_ALONE = (1, 4)
@@ -54,18 +54,6 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"video": video, "frames": frames, "key": key, "position": position, "step": torch.full_like(position, step)}
 
 
-class Batches:
-    """This rank's micro-batches, in the layout of data/batches.py."""
-
-    def __init__(self, micro: int):
-        self.micro = micro
-
-    def at(self, step):
-        whole = batch(step)
-        for micro_step in range(GLOBAL // (self.micro * ranks.world())):
-            yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
-
-
 def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
     """Weights by part after all steps, the loss of each and what the system learned on the side."""
     run, config = recipe(micro, form), {"zero_optimization": {"stage": stage}}
@@ -79,7 +67,7 @@ def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
     tracker = SimpleNamespace(add=lambda part, terms: seen.append((part, terms["loss"].item())))
     found = {"begun": {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}}
     for step in range(STEPS):
-        take_step(step, run, system, engines, Batches(micro), tracker)
+        take_step(step, run, system, engines, Micros(batch, micro), tracker)
     found |= {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}
     return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.skipped()}
 

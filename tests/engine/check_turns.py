@@ -20,7 +20,7 @@ from dstrain.engine.initial import initial_weights
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
 from dstrain.train import take_step
-from tests.engine.check_engines import furthest, gathered, rows
+from tests.engine.check_engines import Micros, furthest, gathered
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
 SAVED = (2, 5)                                    # before the discriminator's start, and after
@@ -49,18 +49,6 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"image": image, "key": key, "position": position, "step": torch.full_like(position, step)}
 
 
-class Batches:
-    """This rank's micro-batches, in the layout of data/batches.py."""
-
-    def __init__(self, micro: int):
-        self.micro = micro
-
-    def at(self, step):
-        whole = batch(step)
-        for micro_step in range(GLOBAL // (self.micro * ranks.world())):
-            yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
-
-
 class Trial:
     def __init__(self, stage: int, micro: int, folder: Path | None = None):
         self.run = recipe(micro)
@@ -72,7 +60,7 @@ class Trial:
         self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
-        self.batches, self.seen, self.applied = Batches(micro), [], []
+        self.batches, self.seen, self.applied = Micros(batch, micro), [], []
 
     def steps(self, first: int, last: int) -> None:
         tracker = SimpleNamespace(add=lambda part, terms: self.seen.append((part, terms["loss"])))

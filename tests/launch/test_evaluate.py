@@ -1,9 +1,7 @@
 """launch/evaluate.py on a real run: one rank and two, every option, and what is refused."""
 
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from PIL import Image
 from dstrain import draws, systems
 from dstrain.data.images import Fashion
 from dstrain.engine.checkpoint import read_weights
-from tests.support.launch import ROOT, command
+from tests.support.launch import ROOT, command, here
 from tests.support.pictures import break_file, picture
 from tests.support.runs import finish, train
 
@@ -34,18 +32,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
     """launch/evaluate.py in this process: exit code, stdout, stderr."""
-    def call(*words: object) -> tuple[int, str, str]:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name, raising=False)
-        script = str(ROOT / "launch" / "evaluate.py")
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        try:
-            runpy.run_path(script, run_name="__main__")
-            code = 0
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
-    return call
+    return lambda *words: here("evaluate.py", words, monkeypatch, capsys)
 
 
 def only(folder: Path) -> dict:

@@ -3,18 +3,16 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from dstrain.systems.dit.config import Config
+from tests.support.launch import ROOT, here
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train.py"
 
 
@@ -48,18 +46,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def launch(arguments, monkeypatch, capsys, **environment):
-    """launch/train.py in this process: exit code, stdout, stderr."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    # Whatever the script starts, it may not get as far as building engines.
+    """launch/train.py in this process, which may not get as far as building engines: exit code, stdout, stderr."""
     monkeypatch.setitem(sys.modules, "dstrain.train", None)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
+    return here("train.py", arguments, monkeypatch, capsys, **environment)
 
 
 WRONG = {

@@ -1,10 +1,11 @@
 """A run's folder without training: its recipe and one checkpoint, written by the engine's own writers."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe
@@ -30,3 +31,17 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
             "extra": {"score": None}, "versions": {"dstrain": "0.0", "torch": "2.99"}}
     (at / NAME).write_bytes(render(body))
     return folder
+
+
+def edited(folder: Path, **changes) -> None:
+    """Changes entries of a diffusers folder's config.json."""
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+
+
+def lacking(folder: Path, name: str, value: torch.Tensor | None = None) -> None:
+    """Takes a weight out of a diffusers folder, or puts another in its place."""
+    path = folder / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    del state[name]
+    save_file(state | ({name: value} if value is not None else {}), path)

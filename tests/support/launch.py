@@ -2,10 +2,12 @@
 
 import os
 import random
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,3 +59,19 @@ def launch(script: str, *arguments: str, num: int = 2, timeout: float = 300, che
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
     return done
+
+
+def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) -> tuple[int, str, str]:
+    """Runs a script of launch/ in this process, as one without a launcher: exit code, stdout, stderr."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    path = str(ROOT / "launch" / script)
+    monkeypatch.setattr(sys, "argv", [path, *map(str, words)])
+    try:
+        runpy.run_path(path, run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    return code, *capsys.readouterr()

@@ -6,6 +6,7 @@ import time
 import torch
 
 from dstrain.data.bad_files import BadSample
+from dstrain.data.batches import Batches
 
 
 class Numbers:
@@ -48,3 +49,27 @@ class Slow(Numbers):
                 file.write(str(torch.get_num_threads()))
         time.sleep(self.seconds)
         return super().__getitem__(index)
+
+
+def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **options):
+    """The global batches of `steps`, put together from all ranks in order of position."""
+    settings = dict(global_batch=24, seed=3) | options
+    parts = {step: [] for step in steps}
+    for rank in range(world):
+        with Batches(source, micro_batch=micro_batch, rank=rank, world=world, num_workers=num_workers,
+                     **settings) as batches:
+            for step in steps:
+                parts[step] += batches.at(step)
+    whole = []
+    for step in steps:
+        batch = {name: torch.cat([part[name] for part in parts[step]]) for name in parts[step][0]}
+        order = batch["position"].argsort()
+        whole.append({name: tensor[order] for name, tensor in batch.items()})
+    return whole
+
+
+def same(one, other):
+    """Whether two lists of batches hold the same names and the same bits."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other))

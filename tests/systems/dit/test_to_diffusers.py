@@ -13,6 +13,7 @@ from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from dstrain.weights import fitted
 from tests.support import first_stage
+from tests.support.checkpoints import edited, lacking
 
 SMALL = {"patch_size": 2, "hidden_size": 32, "depth": 3, "num_heads": 2, "num_classes": 7, "time_freq": "diffusers",
          "image_size": 16}
@@ -228,17 +229,6 @@ def test_other_sizes(tmp_path):
     assert [note.partition(":")[0] for note in notes[1:3]] == ["pos_embed", CLASSES]
     assert "need model.time_freq=diffusers" in notes[3]
     system.networks()["denoiser"].load_state_dict(values)
-
-
-def edited(folder, **changes):
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **changes}))
-
-
-def lacking(folder, name, value=None):
-    state = load_file(folder / FILE)
-    del state[name]
-    save_file(state | ({name: value} if value is not None else {}), folder / FILE)
 
 
 WRONG = {

@@ -14,6 +14,7 @@ from dstrain import draws, systems
 from dstrain.systems.base import Request
 from dstrain.systems.iddpm import to_diffusers, weights
 from dstrain.weights import fitted
+from tests.support.checkpoints import edited, lacking
 
 SMALL = {"image_size": 8, "num_channels": 32, "channel_mult": [1, 2, 2], "num_res_blocks": 1,
          "attention_resolutions": [4, 2], "num_heads": 4, "in_channels": 3}
@@ -171,17 +172,6 @@ def test_a_folder_that_diffusers_made(tmp_path):
     assert ", 1 replaced, 0 left" in notes[0] and notes[1].startswith("label_emb.weight: 7 rows in the file, 9 in the")
 
 
-def edited(folder, **changes):
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **changes}))
-
-
-def replaced(folder, name, value=None):
-    state = load_file(folder / FILE)
-    del state[name]
-    save_file(state | ({name: value} if value is not None else {}), folder / FILE)
-
-
 WRONG = {
     "another class": (lambda f: edited(f, _class_name="AutoencoderKL"), "of class AutoencoderKL, system iddpm takes a UNet"),
     "other heads": (lambda f: edited(f, attention_head_dim=8), "attention_head_dim is 8 .* makes 8 heads, and model.num_heads is 4"),
@@ -192,9 +182,9 @@ WRONG = {
     "labels": (lambda f: edited(f, num_class_embeds=10), "num_class_embeds is 10 in config.json, and None"),
     "labels of another kind": (lambda f: edited(f, class_embed_type="timestep"), "class_embed_type is timestep"),
     "no weights": (lambda f: (f / FILE).unlink(), "there is no file"),
-    "a weight missing": (lambda f: replaced(f, "down_blocks.1.attentions.0.to_k.weight"),
+    "a weight missing": (lambda f: lacking(f, "down_blocks.1.attentions.0.to_k.weight"),
                          "qkv.weight is absent in the file"),
-    "another shape": (lambda f: replaced(f, "conv_in.weight", torch.ones(32, 1, 3, 3)),
+    "another shape": (lambda f: lacking(f, "conv_in.weight", torch.ones(32, 1, 3, 3)),
                       r"input_blocks.0.0.weight is \(32, 1, 3, 3\) in the file and \(32, 3, 3, 3\) in .* in_channels"),
 }
 
@@ -216,6 +206,6 @@ def test_timesteps_that_were_trained(tmp_path):
     system, nets = made(CASES["timesteps rescaled"])
     to_diffusers.save(system, nets, tmp_path / "out")
     folder = tmp_path / "out" / "unet"
-    replaced(folder, "time_proj.weight", load_file(folder / FILE)["time_proj.weight"] + 0.01)
+    lacking(folder, "time_proj.weight", load_file(folder / FILE)["time_proj.weight"] + 0.01)
     with pytest.raises(ValueError, match="time_proj.weight holds other timesteps than rescale_timesteps over 400"):
         fitted(folder, system)
