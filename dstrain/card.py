@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dstrain import __version__
 from dstrain.config import Run
@@ -28,7 +29,7 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that loads it from "OUT"
             what of it was taken                                   errors against the trained network, relative
     """
-    sealed = manifest(checkpoint)
+    sealed, run = manifest(checkpoint), _published(run)
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join([f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}"
                                                   for library in _LIBRARIES)])
@@ -47,10 +48,31 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     lines += ["| | |", "|---|---|", *(f"| {key} | {_in_a_table(value)} |" for key, value in facts.items()), ""]
     lines += ["```python", code.replace('"OUT', f'"{title}'), "```", ""]
     lines += [f"Note: {note}.", ""] if note else []
-    lines += ["## Recipe", "", "```yaml", dump(run).rstrip(), "```", "", "## Licence", "",
+    said = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
+    lines += ["## Recipe", "", "```yaml", *said, "```", "", "## Licence", "",
               "Not stated: whoever publishes these weights says here under which licence, and what that of the data "
               "allows.", ""]
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _published(run: Run) -> Run:
+    """The recipe without where things lay on the machine of the run: folders are left out, files go by their names."""
+    data = {key: _without_paths(value) for key, value in run.data}
+    data |= {key: data[key] and _last(data[key]) for key in ("path", "held_out_path")}
+    return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=data),
+                                  "model": _without_paths(run.model)})
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_paths(inner) for inner in value)
+    return _last(value) if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute() else value
+
+
+def _last(path: Any) -> Any:
+    return type(path)(Path(path).name) if Path(path).name else path
 
 
 def _said(kind: str) -> str:

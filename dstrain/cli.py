@@ -126,6 +126,7 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
         resolved = settings.resolve(options.ds_config, run, world, device_type)
     except ConfigError as error:
         problems += error.problems
+    problems += _sharding(run, resolved) if not problems else []
     remarks: list[str] = []
     if not problems and ranks.place().rank == 0:
         problems += _data_and_folder(run, options, remarks)
@@ -219,6 +220,12 @@ def _conflicts(run: Run) -> list[str]:
     return problems + list(getattr(config, "conflicts", lambda _: ())(run))
 
 
+def _sharding(run: Run, resolved: dict[str, Any]) -> list[str]:
+    """What in the model section does not go with the ZeRO stage."""
+    config = systems.config_class(run.system).model_validate(run.model)
+    return list(getattr(config, "conflicts_at", lambda _: ())(settings.stage(resolved)))
+
+
 def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str]:
     """What only shows when the data are listed and the folder's earlier run is read; on rank 0, since it takes time."""
     from dstrain import folders
@@ -231,6 +238,9 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
             return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
                     "data.held_out_path"]
         system = systems.build(run.system, run.model)
+        if run.data.flip and system.takes_texts and getattr(source, "captioned", False):
+            return [f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample would "
+                    "belie those that say left or right: write data.flip=false"]
         system.accepts(source)
         if problem := _prompts(run, system):
             return [problem]
@@ -241,6 +251,8 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
         if run.init_from is not None and not folders.last_saved(run.directory) and not options.from_scratch:
             for _, changed in fitted(run.init_from, system).values():
                 remarks += [f"init_from: {change}" for change in changed if options.dry_run]
+        if run.init_from is None and run.model.get("train") == "critic" and not last_saved(run.directory):
+            remarks.append("model.train=critic without init_from: the critic judges what untrained weights draw")
         folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems
@@ -251,17 +263,17 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
 
 def _prompts(run: Run, system: Any) -> str | None:
     """What keeps the grids of training from being drawn as the recipe says; a text encoder is tried here."""
-    wanted = run.samples
-    if wanted.prompts and not (system.takes_texts and system.generates):
+    wanted, draws = run.samples, system.generates or not run.every.sample
+    if wanted.prompts and not (system.takes_texts and draws):
         return f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out"
-    if wanted.num_frames is not None and not (system.generates and system.num_frames):
+    if wanted.num_frames is not None and not (system.num_frames and draws):
         return f"samples.num_frames={wanted.num_frames}: {run.system} draws no videos; leave it out"
     unit = system.temporal_patch_size
     if wanted.num_frames is not None and (wanted.num_frames - 1) % unit:
         return f"samples.num_frames={wanted.num_frames}: clips of this model have 1 + k * {unit} frames"
     if wanted.num_frames is not None and wanted.num_frames > system.num_frames:
         return f"samples.num_frames={wanted.num_frames}: this model's clips have {system.num_frames} at most"
-    if wanted.prompts:
+    if wanted.prompts and run.every.sample:
         system.conditions_from_texts([wanted.prompts[0]])
     return None
 

@@ -70,6 +70,7 @@ class Codes(Section):
     first_stage: str                         # fingerprint of what encoded them
     codebook_size: int | None = None         # of tokens: number of ids that there may be; None: an older index
     text: tuple[PositiveInt, PositiveInt] | None = None    # (L, E) of text_encodings beside them
+    text_encoder: str | None = None          # fingerprint of what encoded these
 
 
 class Data(Section):
@@ -187,6 +188,13 @@ class Every(Section):
     evaluate: Count = 500
     evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
     save: Count = 500
+
+    @field_validator("report", "sample", "evaluate", "save", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError("never", "it should be a number of steps; 0 is never")
+        return value
 
 
 class Save(Section):

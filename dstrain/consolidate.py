@@ -27,15 +27,15 @@ from typing import Any
 from dstrain import __version__
 from dstrain.engine import deepspeed_files, fragment_files, streams, torch_files
 from dstrain.engine.fragment_files import COMMON, SHARD
-from dstrain.engine.manifest import NAME, faults, manifest
+from dstrain.engine.manifest import CONSOLIDATED, NAME, faults, manifest
 from dstrain.engine.streams import Entry
+from dstrain.place import place
 
 class Refused(ValueError):
     """An order that cannot be carried out, for a reason that the message says."""
 
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-DESCRIPTION = "consolidated.json"
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -76,30 +76,35 @@ def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
 
     ValueError: not there, damaged, not to be merged, out is there already or does not fit on the disk; with the remedy.
     """
+    if place().world > 1:
+        raise ValueError("a consolidation takes one process: python launch/consolidate.py ...")
     if order.out.exists() or order.out.is_symlink():
         raise ValueError(f"--out {order.out} is there already: name a new folder")
     plan = look(order)
     tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
     told = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
-    plan.verify(told)
     try:
         tmp.mkdir(parents=True)
         free = shutil.disk_usage(tmp).free
         if free < plan.nbytes:
             raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB free")
+        plan.verify(told)
+        files: dict[str, dict[str, Any]] = {}
         for part, entries in plan.parts.items():
             said = {"weights": plan.weights[part], "step": str(plan.facts["step"]), **({"part": part} if part else {})}
             several = len(plan.parts) > 1
-            streams.write_model(tmp / part if several else tmp, entries, order.shard_size, said, told)
+            written = streams.write_model(tmp / part if several else tmp, entries, order.shard_size, said, told)
+            files |= {path.relative_to(tmp).as_posix(): entry for path, entry in written.items()}
         if plan.recipe:
             shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
-        (tmp / DESCRIPTION).write_text(json.dumps(_description(order, plan), indent=2) + "\n", encoding="utf-8")
+        said_of_it = json.dumps({**_description(order, plan), "files": files}, indent=2)
+        (tmp / CONSOLIDATED).write_text(said_of_it + "\n", encoding="utf-8")
         os.rename(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ValueError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
                              "there: make room, or name a folder elsewhere") from None
-        raise ValueError(f"--out {order.out} was not written: {error}") from None
+        raise ValueError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return plan
@@ -224,14 +229,29 @@ def _run(recipe: Path | None) -> dict[str, Any]:
     if recipe is None:
         return {}
     import yaml
-    found = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    try:
+        found = yaml.safe_load(_text(recipe))
+    except yaml.YAMLError as error:
+        raise _unreadable(recipe, str(getattr(error, "problem", None) or error)) from None
     return found if isinstance(found, dict) else {}
 
 
 def _data(recipe: Path | None) -> str | None:
     """The fingerprint of what the run was trained on."""
     path = recipe.with_name("data.txt") if recipe else None
-    return path.read_text(encoding="utf-8").strip() if path and path.exists() else None
+    return _text(path).strip() if path and path.exists() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise _unreadable(path, "no UTF-8") from None
+
+
+def _unreadable(path: Path, reason: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away, since the weights "
+                      "do without it")
 
 
 # ---------------------------------------------------------------------------------------------------------- DeepSpeed's

@@ -158,7 +158,7 @@ def _made(order: Order, encoders: Encoders, source: Any, missing: list[int]) -> 
     """Embeds this rank's share of the missing shards."""
     count = 0
     mine, total = missing[ranks.rank()::ranks.world()], len(source)
-    with tqdm(total=len(mine) * order.shard_size, unit="pair", disable=ranks.rank() != 0) as bar:
+    with tqdm(total=len(mine) * order.shard_size, unit="pair", disable=None if ranks.rank() == 0 else True) as bar:
         for number in mine:
             _note(order.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []

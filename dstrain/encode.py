@@ -147,7 +147,7 @@ def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> di
     found, parts, shard_bad, bad_files = {}, [], set(), set()
     done = total - sum(min(size, total - number * size) for number in missing)
     unit = "clip" if "num_frames" in encoding else "image"
-    with tqdm(total=total, initial=done, unit=unit, disable=ranks.rank() != 0) as bar:
+    with tqdm(total=total, initial=done, unit=unit, disable=None if ranks.rank() == 0 else True) as bar:
         for number, rows, batch, bad in _read(source, jobs, encoding):
             parts.append(encoder.arrays(batch))
             shard_bad |= bad

@@ -104,7 +104,7 @@ def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tup
         "dtype": "int32" if tokens else order.dtype, "number": len(source),
         "flips": 2 if order.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
         "shard_size": order.shard_size, "batch": order.batch, "first_stage": stage.fingerprint,
-        "data": source.fingerprint()}
+        "data": _contents(source)}
     if tokens:
         found["codebook_size"] = stage.codebook_size
     if _of_videos(stage):
@@ -113,6 +113,11 @@ def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tup
         found |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
                   "height": stage.data.height or size, "captions": "caption" in first, "text": text}
     return source, found
+
+
+def _contents(source: Any) -> str:
+    """What is encoded, as rank 0 sees it. All files will be read: their sizes cost little and tell of a changed one."""
+    return ranks.from_first(getattr(source, "contents", source.fingerprint)() if ranks.rank() == 0 else None)
 
 
 def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:

@@ -95,12 +95,12 @@ def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batc
 
     figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
     quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
-    At most `batch` samples of one rank at a time; `show` draws a progress bar.
+    At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
     """
     rounds = -(-len(source) // (batch * ranks.world()))
     batch = -(-len(source) // (rounds * ranks.world()))                  # as little filling as can be
     means = _Means()
-    with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=not show) as bar:
+    with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=None if show else True) as bar:
         batches = held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
@@ -185,7 +185,8 @@ def _split(order: Order) -> str:
 
 def _classes(system: System, run: Run) -> int | None:
     """How many labels the model knows; None where labels say nothing to it."""
-    return run.model.get("num_classes") if "label" in system.conditions(1) else None
+    known = run.model.get("num_classes")              # asked first: a system that needs texts has no other conditions
+    return known if known is not None and "label" in system.conditions(1) else None
 
 
 def _source(order: Order, run: Run, classes: int | None) -> Any:

@@ -73,6 +73,9 @@ def export(order: Order) -> Exported:
     system = systems.build(run.system, run.model)
     checkpoint = runs.checkpoint(order.run, order.step)
     kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
+    if writer is not None:                                        # diffusers' classes are of the first part alone
+        first = next(iter(system.parts))
+        kinds = {first: kinds[first]}
     tmp = order.out.with_name(f"{order.out.name}.tmp{os.getpid()}")
     try:
         tmp.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +96,8 @@ def export(order: Order) -> Exported:
             order.out.rmdir()
         os.rename(tmp, order.out)
     except OSError as error:
-        raise ConfigError(f"--out {order.out} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"--out {order.out} cannot be written ({error.strerror}): name a folder that can "
+                          "be written") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return done

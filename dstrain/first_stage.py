@@ -16,7 +16,7 @@ from dstrain.config import ConfigError, Data
 from dstrain.encoders import autoencoder
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.systems.base import Batch, Nets, System
-from dstrain.weights import read
+from dstrain.weights import fitted
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FirstStage:
 
 
 def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None) -> FirstStage:
-    """Of a run's folder, or of one that launch/export.py RUN --format safetensors has written.
+    """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
 
     ConfigError, ValueError: it is neither, its system encodes nothing, or its weights are not there.
     """
@@ -52,7 +52,8 @@ def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int 
     else:
         checkpoint = runs.checkpoint(folder, step)
         kinds = runs.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-        networks = runs.networks(system, checkpoint, kinds, torch.float32)
+        first = next(iter(system.parts))                   # another part, such as a discriminator, encodes nothing
+        networks = runs.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
 
     def codes(batch: Batch) -> np.ndarray:
         first = next(iter(batch.values()))
@@ -79,14 +80,11 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
 
 
 def _exported(system: System, folder: Path) -> Nets:
-    """The system's networks with the weights of an export, on this rank's device. ValueError: they do not fit.
-
-    Another part than the first, such as a discriminator, plays no role in codes and may be absent.
-    """
+    """The first part with the weights of an export, on this rank's device. ValueError: they do not fit."""
     first = next(iter(system.parts))
     network = system.networks()[first]
-    state, _ = system.adapt(first, read(folder / f"{first}.safetensors"))
-    network.load_state_dict(state)
+    values, _ = fitted(folder, system, [first])[first]
+    network.load_state_dict(values)
     return {first: network.to(ranks.device()).eval()}
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dstrain import draws, ranks, runs, systems
+from dstrain import draws, ranks, recipe, runs, systems
 from dstrain.config import ConfigError, Run
 from dstrain.data.pixels import read_pictures
 from dstrain.sampling import class_columns, draw, draw_all
@@ -32,6 +33,7 @@ class Order:
     labels: tuple[int, ...] | None = None      # repeated to num; None: every class in turn
     prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
     text_encoder: str | None = None            # what encodes them, a folder or hub name; None: the recipe's
+    tokenizer: str | None = None               # what decodes drawn tokens, a folder; None: the recipe's
     num_steps: int | None = None               # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
@@ -69,13 +71,14 @@ class Stage:
 def generate(order: Order) -> Path:
     """Draws and writes what is ordered, on all ranks together; the folder it wrote. ConfigError: what cannot be."""
     first, *then = (_systems(order.folder, order), *map(_systems, order.then))
+    _sampler(order, *first)
     clip = _length(order, *first[1:])
     given = _begin(order, first, then, clip)
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
     request, captions = _request(order, stages[0].run, stages[0].system, given, clip)
     further = _further(order, stages[0].run, stages[0].system)
     out = ranks.from_first(folder_for(order.out, stages[-1].folder) if ranks.rank() == 0 else None)
-    with tqdm(total=order.num, unit="sample", disable=ranks.rank() != 0) as bar:
+    with tqdm(total=order.num, unit="sample", disable=None if ranks.rank() == 0 else True) as bar:
         rounds = _drawn(stages, order, request, further, clip)
         numbers, samples = next(rounds)                                   # an order that cannot be leaves no folder
         out.mkdir(parents=True, exist_ok=True)
@@ -98,14 +101,45 @@ def generate(order: Order) -> Path:
 
 def _systems(folder: Path, order: Order | None = None) -> Opened:
     run = runs.read(folder)
-    if order and order.text_encoder is not None:
-        if "text_encoder" not in run.model:
-            raise ConfigError(f"--text-encoder: {folder} trains {run.system}, which takes no texts; leave it out")
-        run = run.model_copy(update={"model": run.model | {"text_encoder": order.text_encoder}})
-    system = systems.build(run.system, run.model)
+    if order is not None:
+        run = run.model_copy(update={"model": run.model | _frozen(folder, order, run)})
+    try:
+        system = systems.build(run.system, run.model)
+    except ValidationError as error:
+        schema = systems.config_class(run.system)
+        raise ConfigError(*(f"{folder}: {line}" for line in recipe.faults(error, schema, "model"))) from None
+    except ValueError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    if run.model.get("tokenizer", "") is None:
+        raise ConfigError(f"{folder} learned from cached tokens and names no tokenizer that decodes them: give its "
+                          "folder as --tokenizer FOLDER")
     if type(system).sample is System.sample:
         raise ConfigError(f"{folder} trains {run.system}, which draws nothing: what it shows is in {folder}/samples")
     return folder, run, system
+
+
+def _sampler(order: Order, folder: Path, run: Run, system: System) -> None:
+    """ConfigError: the system has no such sampler. Told before weights are loaded, unlike what `sample` says."""
+    sampler = run.samples.sampler if order.sampler is None else order.sampler
+    if system.samplers and sampler not in system.samplers:
+        raise ConfigError(f"--sampler {sampler}: {folder} trains {run.system}, which has "
+                          f"{' and '.join(system.samplers)}: name one of them")
+
+
+def _frozen(folder: Path, order: Order, run: Run) -> dict[str, Any]:
+    """What of a model section an order replaces. ConfigError: the run has no use for it."""
+    model, found = run.model, {}
+    if order.text_encoder is not None:
+        if "text_encoder" not in model or model.get("unconditional"):
+            raise ConfigError(f"--text-encoder: {folder} trains {run.system}, which takes no texts; leave it out")
+        if "num_words" in model and model.get("text_encodings_dim") is None:
+            raise ConfigError(f"--text-encoder: {folder} hashes words and reads no encoder; leave it out")
+        found["text_encoder"] = order.text_encoder
+    if order.tokenizer is not None:
+        if "tokenizer" not in model:
+            raise ConfigError(f"--tokenizer: {folder} trains {run.system}, which decodes no tokens; leave it out")
+        found["tokenizer"] = (model["tokenizer"] or {}) | {"path": order.tokenizer}
+    return found
 
 
 def _stage(folder: Path, run: Run, system: System, step: int | None = None, ema: float | None = None,
@@ -183,7 +217,8 @@ def _request(order: Order, run: Run, system: System, given: Tensor | None,
     texts = choice(order.prompts, None if order.labels else wanted.prompts)
     if order.scenes is not None:
         captions = repeated(("; ".join(order.scenes),))
-        conditions = _told(order, run, system, repeated(order.scenes[:1]))
+        told = _told(order, run, system, [*order.scenes])
+        conditions = {name: values[:1].expand(order.num, *values.shape[1:]) for name, values in told.items()}
     elif texts is not None:
         captions = repeated(texts)
         conditions = _told(order, run, system, captions)
@@ -209,8 +244,10 @@ def _told(order: Order, run: Run, system: System, texts: list[str]) -> dict[str,
 
 
 def _further(order: Order, run: Run, system: System) -> list[dict[str, Tensor]]:
-    """Conditions of the scenes behind the first, (1, ...) each."""
-    return [_told(order, run, system, [text]) for text in (order.scenes or ())[1:]]
+    """Conditions of the scenes behind the first, (1, ...) each; of all at once, for which an encoder is loaded once."""
+    scenes = [*(order.scenes or ())]
+    told = _told(order, run, system, scenes) if scenes else {}
+    return [{name: values[i:i + 1] for name, values in told.items()} for i in range(1, len(scenes))]
 
 
 def _drawn(stages: list[Stage], order: Order, request: Request, further: list[dict[str, Tensor]],

@@ -1,12 +1,12 @@
 """Rank, world and the few words that ranks exchange; every function is the identity in one process.
 
-Ranks are started by the `deepspeed` launcher, torchrun, srun, mpirun or plain `python`; the place of a process is read
-from RANK/WORLD_SIZE/LOCAL_RANK, SLURM_* or OMPI_*. The process group itself is started by dstrain/engine/.
+Ranks are started by the `deepspeed` launcher, torchrun, srun, mpirun or plain `python`, see dstrain/place.py. The
+process group itself is started by dstrain/engine/.
 """
 
 import functools
-import os
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,33 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SOURCES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands: rank of world, and its number on this machine."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-
-
-def place() -> Place:
-    """This process's place, from the launcher's environment; one process where no launcher has spoken."""
-    for rank, world, local in _SOURCES:
-        # A batch script's own shell carries SLURM_NTASKS but runs once: only a step (srun) has a procid of several.
-        if rank in os.environ and world in os.environ:
-            if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in os.environ:
-                continue
-            return Place(int(os.environ[rank]), int(os.environ[world]), int(os.environ.get(local, 0)))
-    return Place()
-
-
+from dstrain.place import place
 def started() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -70,21 +44,29 @@ def leave(seconds: float = 60.0) -> None:
     """The last word of a command: no rank ends its process while another is still exchanging words.
 
     A barrier is none: who is out of it first and ends closes connections on which another may still read (gloo's issue
-    155), and rank 0 takes the store along. So each says in the store that it is out, and rank 0 leaves last. A rank
-    that has died is waited for no longer than `seconds`: its launcher tells of it.
+    155), and rank 0 takes the store along. So each says in the store that it is out, and rank 0 leaves last. Who dies
+    after the barrier is waited for no longer than `seconds`; who has died before it, as in any other exchange, until
+    the connection breaks or the process group's own time is over. Its launcher tells of it.
     """
     if world() == 1:
         return
     barrier()
     store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
+    time = next(_times())                                     # of this process: a store keeps what was said before
     try:
         for word, waits in (("out", True), ("left", rank() == 0)):
-            if store.add(f"dstrain/{word}", 1) == world():
-                store.set(f"dstrain/all_{word}", "1")
+            if store.add(f"dstrain/{word}/{time}", 1) == world():
+                store.set(f"dstrain/all_{word}/{time}", "1")
             if waits:
-                store.wait([f"dstrain/all_{word}"], patience)
+                store.wait([f"dstrain/all_{word}/{time}"], patience)
     except dist.DistError:
         pass
+
+
+@functools.cache
+def _times() -> Iterator[int]:
+    """Numbers the farewells of this process."""
+    return itertools.count()
 
 
 @functools.cache

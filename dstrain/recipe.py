@@ -41,7 +41,8 @@ _FREE = ("model.recompute", "model.guidance_channels", "model.timestep_respacing
 # Null in what was written before these were filled in, and where a first stage is a name on the hub.
 # Without a text encoder nothing was encoded in training: one may be named later, for prompts.
 _FILLED_IN = ("model.first_stage.scaling_factor", "model.first_stage.shift", "model.first_stage.fingerprint",
-              "model.text_encoder", "model.tokenizer.path", "model.tokenizer.fingerprint")
+              "model.text_encoder", "model.text_encoder_fingerprint", "model.codes.text_encoder",
+              "model.tokenizer.path", "model.tokenizer.fingerprint")
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -68,7 +69,7 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        problems += _problems(error, Run, given=given, recipe=recipe)
+        problems += faults(error, Run, given=given, recipe=recipe)
     if problems:
         raise ConfigError(*problems)
     return run
@@ -83,7 +84,7 @@ def check(run: Run, config_class: type[BaseModel]) -> Run:
         completed = getattr(config_class, "completed", lambda model, run: model)
         model = config_class.model_validate(completed(run.model, run))
     except ValidationError as error:
-        raise ConfigError(*_problems(error, config_class, prefix="model")) from None
+        raise ConfigError(*faults(error, config_class, prefix="model")) from None
     return run.model_copy(update={"model": _plain(model)})
 
 
@@ -202,7 +203,7 @@ def _move_init_from(values: dict[str, Any], given: set[str]) -> list[str]:
     return [f"init_from={values['init_from']} and its synonym model.init_from={path} differ: give one of them"]
 
 
-def _problems(error: ValidationError, schema: type[BaseModel], prefix: str = "", given: set[str] = frozenset(),
+def faults(error: ValidationError, schema: type[BaseModel], prefix: str = "", given: set[str] = frozenset(),
               recipe: Path | None = None) -> list[str]:
     """Pydantic's errors as lines that name key, value, expectation and origin."""
     known = list(_known(schema, prefix))

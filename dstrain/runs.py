@@ -31,6 +31,9 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {there}")
         return whole(store.folder / f"step_{step:08d}")
     newest = store.newest()
+    if newest is None and (steps := store.steps()):
+        raise ConfigError(f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
+                          "above, restore one, or train it again")
     if newest is None:
         raise ConfigError(f"{folder} holds no whole checkpoint yet: train first")
     return newest[1]
@@ -46,8 +49,8 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
 
 
 def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The system's networks with those weights, on this rank's device, dropping nothing out."""
-    found = system.networks()
+    """The system's networks that `kinds` names, with those weights, on this rank's device, dropping nothing out."""
+    found = {part: network for part, network in system.networks().items() if part in kinds}
     for part, network in found.items():
         network.load_state_dict(read_weights(checkpoint, part, kinds[part]))
         buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}

@@ -49,6 +49,9 @@ def length(system: System, frames: int | None, given: int | None) -> Length:
         below = frames - (frames - 1) % unit
         raise ConfigError(f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or "
                           f"{below + unit}")
+    if frames > system.num_frames:
+        raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
+                          "more, and go on from the last ones (--scenes)")
     if given is None:
         return Length(frames, 1 + unit if 1 + unit < frames else 1)
     if (given - 1) % unit or given >= frames:

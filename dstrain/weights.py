@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain.engine.checkpoint import ema_decays, read_weights
+from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
 from dstrain.systems.base import System
 
@@ -22,15 +23,16 @@ _MODEL = "diffusion_pytorch_model"                # what diffusers calls its fil
 _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
-def fitted(path: Path, system: System) -> Adapted:
+def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
     """Weights in `path` as the system's networks take them: {part: (values by state-dict name, what was changed)}.
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
     consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
-    it) or what `read` takes. Other parts may be absent: an adversary may join later. What was changed begins with a
-    line that counts what was loaded, replaced and left.
-    ValueError: unreadable, or it does not fit, with the remedy.
+    it) or what `read` takes. Other parts than the first may be absent: an adversary may join later. `parts`, None for
+    all: only these are looked for. What was changed begins with a line that counts what was loaded, replaced and left.
+    ValueError: unreadable, damaged, or it does not fit, with the remedy.
     """
+    first, *others = (part for part in system.parts if parts is None or part in parts)
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
         if newest is None:
@@ -38,27 +40,72 @@ def fitted(path: Path, system: System) -> Adapted:
         path = newest[1]
     elif (path / "manifest.json").exists():
         whole(path)
-    first, *others = system.parts
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
-        there = [first, *(part for part in others if list(path.glob(f"{part}-*-of-*.safetensors")))]
-        found = {part: _adapted(system, part, read_weights(path, part, checkpoint_kind(path, part)), path)
-                 for part in there}
-    elif (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
-        there = [first, *(part for part in others if (path / part).is_dir())]        # launch/consolidate.py's
-        found = {part: _adapted(system, part, read(path / part), path / part) for part in there}
-    elif (path / f"{first}.safetensors").exists():
-        there = [first, *(part for part in others if (path / f"{part}.safetensors").exists())]   # launch/export.py's
-        files = {part: path / f"{part}.safetensors" for part in there}
+        found, absent = _of_checkpoint(path, system, first, others)
+    elif files := _consolidated(path, first, others):
+        _unaltered(path, files.values())
         found = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
+        absent = _anew(path, [part for part in others if part not in found])
     elif config := _config_of_diffusers(path, system):
         said = json.loads(config.read_text(encoding="utf-8"))
         state, notes = system.from_diffusers(read(config.parent), said)
         values, changed = _adapted(system, first, state, f"{config.parent} ({said['_class_name']})")
-        return {first: (values, [*changed, *notes])}
+        found, absent = {first: (values, [*changed, *notes])}, _anew(path, others)
     else:
-        return {first: _adapted(system, first, read(path), path)}
-    found[first][1].extend(f"{part} is not in {path} and begins anew" for part in others if part not in there)
+        if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
+            raise ValueError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
+                             f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
+        _unaltered(path, [path])
+        found, absent = {first: _adapted(system, first, read(path), path)}, _anew(path, others)
+    found[first][1].extend(absent)
     return found
+
+
+def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
+    """The parts of one of dstrain's checkpoints, and a word on each that is not taken from there."""
+    if not list(path.glob(f"{first}-*-of-*.safetensors")):
+        there = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
+        recipe = path.parent.parent / "run.yaml"
+        text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
+        said = re.search(r"^system: *(\w+)", text, re.MULTILINE)
+        raise ValueError(f"init_from={path} is of a run of {f'system {said[1]}' if said else 'another system'}, which "
+                         f"trains {', '.join(sorted(there))} and no {first}; name a run of this recipe's system")
+    found, absent = {}, []
+    for part in (first, *others):
+        kind = checkpoint_kind(path, part) if list(path.glob(f"{part}-*-of-*.safetensors")) else None
+        if kind is None:
+            absent += _anew(path, [part])
+        elif part != first and kind == "master" and (path / "deepspeed").is_dir():
+            absent.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
+        else:
+            found[part] = _adapted(system, part, read_weights(path, part, kind), path)
+    return found, absent
+
+
+def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
+    """Where the parts lie in a folder of launch/consolidate.py's or launch/export.py's; {}: it is none of several."""
+    if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
+        return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
+    files = {part: path / f"{part}.safetensors" for part in (first, *others)}
+    return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
+
+
+def _unaltered(folder: Path, paths: Iterable[Path]) -> None:
+    """ValueError: a file of a consolidated folder, below one of `paths`, has other bytes than were written."""
+    try:
+        files = json.loads((folder / CONSOLIDATED).read_text(encoding="utf-8")).get("files", {})
+        names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
+        wrong = faults(folder, names, files)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        wrong = [f"{CONSOLIDATED} is damaged"]
+    if wrong:
+        raise ValueError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
+
+
+def _anew(path: Path, parts: Iterable[str]) -> list[str]:
+    return [f"{part} is not in {path} and begins anew" for part in parts]
 
 
 def _adapted(system: System, part: str, state: dict[str, Tensor],
@@ -79,9 +126,9 @@ def _config_of_diffusers(path: Path, system: System) -> Path | None:
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
         try:
-            if config.is_file() and "_class_name" in json.loads(config.read_text(encoding="utf-8")):
+            if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("_class_name"):
                 return config
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, AttributeError):
             raise ValueError(f"weights: {config} is damaged: copy it again from where it comes") from None
     if (path / "model_index.json").is_file():
         raise ValueError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, of which "

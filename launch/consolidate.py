@@ -76,8 +76,7 @@ def _order(argv: list[str] | None = None) -> consolidate.Order:
     if words.pop("help"):
         print(__doc__, end="")
         raise SystemExit(0)
-    if words.pop("local_rank"):
-        raise SystemExit(0)                    # a launcher's other ranks have nothing to do
+    del words["local_rank"]                    # the environment says it, too
     for name, option in (("source", "a run's or a checkpoint's folder"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
             raise consolidate.Refused(f"name {option}; --help shows how")
@@ -112,6 +111,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        print("consolidate.py: interrupted; nothing was left of what was written", file=sys.stderr)
+        raise SystemExit(130) from None
     except OSError as error:
         print(f"consolidate.py: error:\n  {error}", file=sys.stderr)
         raise SystemExit(2) from None

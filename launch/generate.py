@@ -18,7 +18,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of another order
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
-  --sampler NAME        ddpm or ddim; euler or heun for flow matching (the run's)
+  --sampler NAME        ddpm or ddim; euler or heun for flow matching; confidence or critic for videos (the run's)
   --guidance-scale S    classifier-free guidance, 1 is none (the run's)
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
@@ -27,6 +27,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --no-pngs             only the grid and the .npz
 
 of videos:
+  --tokenizer FOLDER    what decodes their tokens (the recipe's)
   --num-frames N        of a clip, or of a scene, those included that are given (the run's samples.num_frames)
   --scenes FILE         texts, one a line: one long clip for each sample, scene after scene
   --prime PATH          clips or pictures to go on from: a file, a folder, or the .npz of another order
@@ -49,6 +50,7 @@ def _order(argv: list[str] | None = None):
     parser.add_argument("--labels", type=options.labels)
     parser.add_argument("--prompts", type=options.lines)
     parser.add_argument("--text-encoder", "--text_encoder")
+    parser.add_argument("--tokenizer")
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
     parser.add_argument("--seed", type=options.count, default=0)

@@ -8,6 +8,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -142,6 +143,8 @@ def test_several_parts(tmp_path):
     assert same(all_of(tmp_path / "out" / first), truth[first]["ema.0.5"])
     assert same(all_of(tmp_path / "out" / second), truth[second]["master"])
     found = fitted(tmp_path / "out", system)
+    said = json.loads((tmp_path / "out" / "consolidated.json").read_text())["files"]
+    assert said == hash_files(tmp_path / "out", list(said)) and len(said) > 4
     assert all(same(found[part][0], all_of(tmp_path / "out" / part)) for part in truth)
     consolidate(Order(tmp_path / "run", tmp_path / "one", "raw", second))
     assert same(all_of(tmp_path / "one"), truth[second]["master"])
@@ -152,8 +155,14 @@ def test_several_parts(tmp_path):
     (tmp_path / "out" / first / "model-00002-of-00009.safetensors").unlink(missing_ok=True)
     gone = sorted((tmp_path / "out" / first).glob("model-00001*"))[0]
     gone.unlink()
+    with pytest.raises(ValueError, match=f"is damaged .*{gone.name} is missing"):
+        fitted(tmp_path / "out", system)
+    (tmp_path / "out" / "consolidated.json").unlink()
     with pytest.raises(ValueError, match=f"no file .*{gone.name}"):
         fitted(tmp_path / "out", system)
+    consolidate(Order(tmp_path / "run", tmp_path / "first", "raw", first))
+    (values, notes), = fitted(tmp_path / "first", system).values()
+    assert same(values, truth[first]["master"]) and notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
 
 
 @pytest.mark.parametrize("shard_size", [10**9, 30_000])
@@ -260,6 +269,48 @@ def test_no_checkpoint(made, tmp_path):
     assert consolidate(Order(plain / "checkpoints" / "step_00000007", tmp_path / "o")).weights == {"denoiser": "raw"}
     with pytest.raises(ValueError, match="--weights ema: .* holds no average of denoiser"):
         consolidate(Order(plain, tmp_path / "x", "ema"))
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "data.txt"])
+@pytest.mark.parametrize("content", [b": [", b"\xff\xfe"])
+def test_damaged_words(tmp_path, name, content):
+    """Oracle: one line that names the file, and what helps: moved away, the weights are there."""
+    run = tmp_path / "run"
+    checkpoint(run, {"denoiser": torch.nn.Linear(2, 2)}, averaged=())
+    (run / name).write_bytes(content)
+    if (name, content) != ("data.txt", b": ["):                                # which is a text as good as another
+        with pytest.raises(ValueError, match=f"{name} is damaged .*move it away") as refusal:
+            consolidate(Order(run, tmp_path / "out"))
+        assert len(str(refusal.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+        (run / name).unlink()
+    assert consolidate(Order(run, tmp_path / "out")).weights == {"denoiser": "raw"}
+
+
+def test_looks_before_it_reads(made, tmp_path, monkeypatch):
+    """Oracle: no byte is verified before --out is found to be writable and the disk large enough, nor by many ranks."""
+    told = []
+    with pytest.raises(ValueError, match="--out /proc/x/y was not written: .* name another folder"):
+        consolidate(Order(made[0], Path("/proc/x/y")), lambda total: told.append)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ValueError, match="does not fit on its disk"):
+        consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="takes one process: python launch/consolidate.py"):
+        consolidate(Order(made[0], tmp_path / "out"), lambda total: told.append)
+    assert not told and not list(tmp_path.iterdir())
+
+
+def test_control_c(made, tmp_path):
+    """Oracle: a real SIGINT while it writes: one line, exit code 130, nothing left."""
+    program = ("import os, runpy, signal, sys\nfrom dstrain.engine import streams\nput = streams._put\n"
+               "streams._put = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
+               "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
+    words = [sys.executable, "-c", program, str(ROOT / "launch" / "consolidate.py"), str(made[0]), "--out",
+             str(tmp_path / "out")]
+    done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=60)
+    assert done.returncode == 130 and len(done.stderr.splitlines()) == 1 and "interrupted" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_disk_full(made, tmp_path):
@@ -390,6 +441,40 @@ def test_hostile_pickles(tmp_path):
         assert content.asked and not mark.exists() and isinstance(content.value["x"], torch_files.Shell)
         wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         assert {name.rpartition(".")[2] for name in wanted} <= {name.rpartition(".")[2] for name in content.asked}
+
+
+def test_a_pickle_alters_no_reader(tmp_path):
+    """Oracle: the file that is read after it: BUILD on what rebuilds tensors is refused, for all that pickles name."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    for number, (module, name) in enumerate([("torch._utils", name) for name in torch_files._REBUILDS] + [
+            ("builtins", "dict"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "float32")]):
+        for state in (b"N}\x8c\x0c__defaults__)s\x86", b"}\x8c\x0c__defaults__)s"):
+            hostile = b"\x80\x04c" + f"{module}\n{name}\n".encode() + state + b"b."
+            with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / f"{number}.pt", "w") as target:
+                for info in source.infolist():
+                    target.writestr(info, hostile if info.filename.endswith("data.pkl") else source.read(info))
+            with pytest.raises(ValueError, match=f"{number}.pt"):
+                torch_files.load(tmp_path / f"{number}.pt")
+    assert torch_files.load(tmp_path / "a.pt").value["w"].shape == (2,)
+    assert not hasattr(torch_files._Tensor(), "__dict__")
+
+
+def test_foreign_files(tmp_path):
+    """Oracle: the file that DeepSpeed did not write is named; a `latest` without a word is none."""
+    model = "mp_rank_00_model_states.pt"
+    torch.save([1], tmp_path / model)
+    with pytest.raises(ValueError, match=f"{model} holds no module: DeepSpeed did not write it"):
+        consolidate(Order(tmp_path, tmp_path / "out"))
+    torch.save({"module": {}}, tmp_path / model)
+    torch.save({"state": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match="rank_00_optim_states.pt holds no optimizer_state_dict: DeepSpeed did not"):
+        consolidate(Order(tmp_path, tmp_path / "out"))
+    for tag in "ab":
+        (tmp_path / "many" / tag).mkdir(parents=True)
+        torch.save([1], tmp_path / "many" / tag / model)
+    (tmp_path / "many" / "latest").write_text("\n")
+    with pytest.raises(ValueError, match="no file latest that names one: choose with --tag a | b"):
+        consolidate(Order(tmp_path / "many", tmp_path / "out"))
 
 
 def test_damaged_files_of_torch(tmp_path):

@@ -1,5 +1,8 @@
 """Encoding a data set: what the shards hold, what the same command does again, what it refuses."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.sources import completed, open_sources
 from dstrain.encode import Order, encode
+from dstrain.encode_plan import planned
 from tests.support import first_stage
 from tests.support.pictures import break_file, folder
 
@@ -88,8 +92,14 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
     before = content(out)
     other = first_stage.save(tmp_path / "other", seed=1)
     more = folder(tmp_path / "more", 3, 11)
+    edited = Path(shutil.copytree(images, tmp_path / "edited"))
+    encode(order(out, vae, edited))                # a copy is the same data
+    encode(order(out, vae, images))
+    assert content(out) == before
+    next(edited.glob("*/*")).write_bytes(b"another")
     for changes, words in ((dict(first_stage=str(other)), f"first_stage {vae} .* there, {other} .* here"),
                            (dict(data=str(more)), f"data {images}, train .*n=30.* there, {more}, train .*n=33"),
+                           (dict(data=str(edited)), f"data {images}, train .*bytes=.* there, {edited}, train .* here"),
                            (dict(image_size=32), "image_size 16 there, 32 here"),
                            (dict(dtype="float16"), "dtype float32 there, float16 here"),
                            (dict(shard_size=10), "shard_size 11 there, 10 here"),
@@ -97,6 +107,12 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
         with pytest.raises(ConfigError, match=words):
             encode(order(out, vae, images, **changes))
     assert content(out) == before
+
+
+def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):
+    """Oracle: what earlier versions wrote down: the fingerprint that runs keep, too."""
+    found = planned(order(tmp_path, vae, "builtin:fashion")).encoding["data"]
+    assert found == open_images("builtin:fashion", 16, channels=1).fingerprint() == "builtin:fashion train n=2000 crc=4188a2ba"
 
 
 def test_what_cannot_be_encoded(tmp_path, vae, images):

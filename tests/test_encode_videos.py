@@ -1,19 +1,23 @@
 """Encoding videos: tokens, real frames, captions and their encodings, what the same command does again, refusals."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
-from dstrain import recipe, systems
+from dstrain import cli, recipe, systems
 from dstrain.config import Codes, ConfigError, Data, Run
 from dstrain.data.batches import Batches
 from dstrain.data.clips import Cut
 from dstrain.data.latents import Latents
 from dstrain.data.sources import completed, open_sources
-from dstrain.data.videos import Videos
+from dstrain.data.videos import Mixed, Videos
 from dstrain.encode import Order, encode
 from dstrain.encoders.text import TextEncoder, captions_of
 from tests.support import clips, tokenizer, towers
+from tests.support.launch import ROOT
+from tests.support.pictures import folder as folder_of_images
 
 LENGTHS = (9, 3, 20, 5, 1, 7, 12)                # frames of each clip
 TEXTS = [f"a {towers.WORDS[1 + i % 3]} {towers.WORDS[4 + i % 3]}" for i in range(len(LENGTHS))]
@@ -117,6 +121,61 @@ def test_the_same_command_again(made, tmp_path):
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_other_clips_of_the_same_names(made, tmp_path):
+    """Oracle: the bytes of the first time, kept for a copied folder alone; what training compares is as it was."""
+    root, out, there = made[0], tmp_path / "out", write(tmp_path / "clips")
+    words = dict(data=str(there), clips=2)
+    encode(order(root, out, **words))
+    before = content(out)
+    shutil.copytree(there, tmp_path / "copy", copy_function=shutil.copyfile)
+    encode(order(root, out, data=str(tmp_path / "copy"), clips=2))
+    assert {name for name, data in content(out).items() if data != before[name]} == {"encoding.json"}, "names the copy"
+    encode(order(root, out, **words))
+    assert content(out) == before
+    known = Videos(there, Cut(5, 8, 12, 1)).fingerprint()
+    clips.write_pictures(there / "003.apng", clips.moving(9, 24, 16, seed=3))
+    (tmp_path / "copy" / "003.txt").write_text("another text")
+    for data in (there, tmp_path / "copy"):
+        again = f"holds another encoding: data {there}, train .* there, {data}, train .* here. Name another"
+        with pytest.raises(ConfigError, match=again):
+            encode(order(root, out, data=str(data), clips=2))
+        assert Videos(data, Cut(5, 8, 12, 1)).fingerprint() == known
+    assert content(out) == before
+    for source in (Videos(root / "clips", Cut(5, 8, 12, 1)), Videos(tmp_path / "copy", Cut(5, 8, 12, 1))):
+        assert Mixed(source, source, 0.5).contents().count(source.contents()) == 2
+
+
+def test_captions_files_are_told_apart(made, tmp_path):
+    """Oracle: texts that are the same letters in a row, but of other clips."""
+    found = []
+    for split in (1, 2):
+        texts = ["abc"[:split], "abc"[split:], *"defgh"]
+        (tmp_path / "a.tsv").write_text("".join(f"{i:03}.apng\t{text}\n" for i, text in enumerate(texts)))
+        found.append(Videos(made[0] / "clips", Cut(5, 8, 12, 1), captions=tmp_path / "a.tsv").contents())
+    assert found[0] != found[1]
+
+
+def test_maskgit_on_clips_themselves(made, tmp_path):
+    """Oracle: the contract of launch/train.py's checks; a broken first clip is passed over, as in training."""
+    there, stage = write(tmp_path / "clips"), made[0] / "stage"
+    images = folder_of_images(tmp_path / "images", 1, 3) / "c0"
+    (there / "000.apng").write_bytes(b"")
+
+    def prepare(*words):
+        given = ["data.height=8", "data.image_size=12", f"data.path={there}", f"model.tokenizer.path={stage}",
+                 "data.held_out=0", f"folder={tmp_path / 'run'}", *words]
+        return cli.prepare(cli.train_arguments(ROOT, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
+
+    assert prepare().run.data.path == str(there)
+    none = ("model.unconditional=true", "samples.prompts=null", "samples.guidance_scale=1")
+    assert prepare("data.flip=true", *none).run.data.flip, "nobody reads what would be belied"
+    for words, message in ((["data.flip=true"], "data.flip=true: phenaki reads the captions .*data.flip=false"),
+                           ([f"data.images={images}"], f"data.images={images}: no captions are there"),
+                           (["data.captions=null", f"data.path={images}"], f"data.path={images}: no captions")):
+        with pytest.raises(ConfigError, match=message):
+            prepare(*words)
+
+
 def test_batches_of_a_cache(made, tmp_path):
     """Oracle: the items of the cache by their index, found again in batches at two world sizes; the recipe's words."""
     root = made[0]
@@ -125,7 +184,8 @@ def test_batches_of_a_cache(made, tmp_path):
     data = completed(given)
     first = Latents(tmp_path / "out").encoding["first_stage"]
     assert data.codes == Codes(kind="tokens", shape=(3, 2, 3), flips=1, scaling_factor=None, first_stage=first,
-                               codebook_size=16, text=(10, 12))
+                               codebook_size=16, text=(10, 12),
+                               text_encoder=TextEncoder(str(root / "text")).fingerprint())
     parts = []
     for world in (1, 2):
         for rank in range(world):
@@ -138,6 +198,7 @@ def test_batches_of_a_cache(made, tmp_path):
     assert whole["text_encodings"].dtype == torch.float16 and captions_of(whole["caption"])[0] in TEXTS
     run = Run(name="x", system="phenaki", data=data, model={"dim": 16, "depth": 1, "heads": 2, "dim_head": 8})
     system = systems.build("phenaki", recipe.check(run, systems.config_class("phenaki")).model)
+    assert (system.config.max_text_len, system.config.text_encoder_fingerprint) == (10, data.codes.text_encoder)
     terms = system.loss("maskgit", system.networks(), system.encode(whole))
     assert 0.5 * np.log(16) < terms["loss"] < 2 * np.log(16), "the model of these tokens learns from the batch as it is"
     for change, message in (({"num_frames": 7}, "data.num_frames=7: .* write data.num_frames=5"),

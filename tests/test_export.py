@@ -1,16 +1,24 @@
 """Exports to diffusers without a run: what is written, read back, measured and refused. Whole runs: tests/launch."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
-from dstrain import recipe, systems
+from dstrain import first_stage, recipe, systems
 from dstrain.config import ConfigError
+from dstrain.consolidate import Order as Consolidation
+from dstrain.consolidate import consolidate
 from dstrain.data.sources import open_sources
 from dstrain.encode import Order as Encoding
 from dstrain.encode import encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
+from dstrain.engine.fragments import Fragment, write_shard
+from dstrain.engine.manifest import NAME, hash_files, manifest, render
+from dstrain.engine.streams import read_header
 from dstrain.export import Order, _examples, _in_diffusers, _measured, _Shuffled, _told, _writer, export
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.vae import to_diffusers
@@ -139,18 +147,20 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
     init_from, which takes the export for the weights bit for bit.
     """
-    folder, nets = begun(tmp_path, name, *words)
+    folder, nets = begun(tmp_path, name, *words, f"folder={tmp_path / name}")
     out = tmp_path / "exported"
     done = export(Order(folder, out))
     assert done.name == kind and max(done.errors.values()) < 1e-3
     card, run = (out / "README.md").read_text(), recipe.load(folder / "run.yaml")
     facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line[:2] == "| " and line != "| | |")
     assert facts["Step"] == f"7 of {run.steps:,}" and facts["Seed"] == "0" and facts["System"].endswith(kind)
-    assert facts["Data"] == f"{run.data.path} (n=2000 crc=12345678)" and "decay 0.9" in facts["Weights"]
+    assert facts["Data"] == f"{Path(run.data.path).name} (n=2000 crc=12345678)" and "decay 0.9" in facts["Weights"]
     assert facts["Trained with"] == "dstrain 0.0, torch 2.99" and "diffusers 0." in facts["Exported with"]
     assert all(f"{error:.1e} ({of})" in facts["Difference"] for of, error in done.errors.items())
     (tmp_path / "again.yaml").write_text(card.split("```yaml\n")[1].split("```")[0])
-    assert recipe.load(tmp_path / "again.yaml") == run
+    named = run.data.model_copy(update={"path": Path(run.data.path).name})
+    assert recipe.load(tmp_path / "again.yaml") == run.model_copy(update={"folder": None, "data": named})
+    assert str(tmp_path) not in card and "init_from" not in card, "a path of this machine"
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
     loading = [line for line in code.splitlines() if "import" in line or "from_pretrained" in line]
@@ -207,3 +217,61 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     (tmp_path / "out" / "discriminator.safetensors").unlink()
     (_, notes), = fitted(tmp_path / "out", systems.build("vae", run.model)).values()
     assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"
+
+
+DISCRIMINATOR = "model.kl.discriminator={base_channels: 8, n_layers: 1, start: 0}"
+
+
+def in_deepspeeds_files(folder, part):
+    """Makes of a checkpoint one of save.format=deepspeed, of whose parts only `part` has an average."""
+    at = folder / "checkpoints" / "step_00000007"
+    for path in at.glob("*-of-*.safetensors"):
+        name, index = path.name.partition("-")[0], json.loads(read_header(path)[1]["fragments"])
+        state = load(path.read_bytes())                   # not mapped: the file is written anew
+        entries = [(key.split("/")[0], Fragment(key.split("/", 1)[1], tuple(shape), start, numel), state[key])
+                   for key, (shape, start, numel) in index.items() if name == part and not key.startswith("master/")]
+        write_shard(path, entries, {"part": name})
+    (at / "deepspeed").mkdir()
+    (at / "deepspeed" / "files.pt").write_bytes(b"DeepSpeed's own")
+    names = [path.relative_to(at).as_posix() for path in at.rglob("*") if path.is_file() and path.name != NAME]
+    (at / NAME).write_bytes(render(manifest(at) | {"files": hash_files(at, names)}))
+
+
+def test_two_parts_in_deepspeeds_files(tmp_path):
+    """Oracle: the first part's average, which lies in fragments: exported, encoded with and begun from, though the
+    discriminator lies in DeepSpeed's files alone; what needs these says how they are merged.
+    """
+    folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
+    in_deepspeeds_files(folder, "autoencoder")
+    system, state = systems.build("vae", recipe.load(folder / "run.yaml").model), nets["autoencoder"].state_dict()
+    assert export(Order(folder, tmp_path / "out")).name == "AutoencoderKL"
+    (values, notes), = fitted(folder, system).values()
+    assert all(torch.equal(values[name], state[name]) for name in state)
+    assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
+    assert first_stage.of_run(folder).fingerprint == fingerprint(*system.identity(nets))
+    with pytest.raises(ValueError, match=r"autoencoder in DeepSpeed's own files: merge .*launch/consolidate.py .* "
+                                         "--weights raw --trust-pickle --out DIR"):
+        export(Order(folder, tmp_path / "x", raw=True))
+
+
+def test_a_consolidated_folder_is_a_first_stage(tmp_path):
+    """Oracle: the fingerprint of the run's own networks, from one part alone and from both; a flipped bit is named."""
+    folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
+    wanted = fingerprint(*systems.build("vae", recipe.load(folder / "run.yaml").model).identity(nets))
+    for name, part in (("both", None), ("one", "autoencoder")):
+        consolidate(Consolidation(folder, tmp_path / name, part=part))
+        assert first_stage.of_run(tmp_path / name).fingerprint == wanted
+    path = tmp_path / "both" / "autoencoder" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
+        first_stage.of_run(tmp_path / "both")
+
+
+def test_what_cannot_be_exported_is_told(tmp_path):
+    """Oracle: the faults put in: a folder that cannot be written, a checkpoint that is damaged."""
+    folder, _ = begun(tmp_path, "tiny", *DIT)
+    with pytest.raises(ConfigError, match="--out /proc/x/y cannot be written .*: name a folder that can be written"):
+        export(Order(folder, Path("/proc/x/y"), "safetensors"))
+    (folder / "checkpoints" / "step_00000007" / "common.safetensors").write_bytes(b"none")
+    with pytest.raises(ConfigError, match=r"none of its checkpoints \(7\) is whole"):
+        export(Order(folder, tmp_path / "out"))

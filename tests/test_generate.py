@@ -5,7 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
+from dstrain import recipe
+from dstrain.config import ConfigError, Run
 from dstrain.data.pixels import read_pictures
+from dstrain.generate import Order, generate
 from dstrain.track.pictures import Album
 
 
@@ -72,3 +75,26 @@ def test_no_pictures(tmp_path, content):
     np.savez(path, arr_0=np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="pictures are uint8"):
         read_pictures(path, 3)
+
+
+PHENAKI = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1, "heads": 2, "dim_head": 8,
+           "text_encoder": None, "num_words": 40}
+
+
+@pytest.mark.parametrize("system, model, words, message", [
+    ("phenaki", {}, {"text_encoder": "/tmp/none"}, "--text-encoder: RUN hashes words and reads no encoder; leave it out"),
+    ("phenaki", {"unconditional": True}, {"text_encoder": "x"}, "--text-encoder: RUN trains phenaki, which takes no texts"),
+    ("dit", {}, {"tokenizer": "x"}, "--tokenizer: RUN trains dit, which decodes no tokens; leave it out"),
+    ("phenaki", {"tokenizer": None}, {}, "RUN learned from cached tokens and names no tokenizer .* as --tokenizer FOLDER"),
+    ("phenaki", {"tokenizer": None}, {"tokenizer": "/tmp/none"}, "RUN holds no whole checkpoint yet"),
+    ("phenaki", {"depth": 0}, {}, "RUN: model.depth=0: it should be"),
+    ("phenaki", {"train": "critic"}, {}, "RUN: model: train=critic: there is no critic; set critic=token"),
+    ("phenakis", {}, {}, "RUN: system: 'phenakis' is unknown")])
+def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
+    """Oracle: one line that names the word or the key, and the remedy where it is the order's."""
+    fields = {} if system == "dit" else {"tokenizer": {"path": "there"}} | PHENAKI | model
+    run = Run.model_validate({"name": "x", "system": system, "model": fields, "samples": {"sampler": "confidence"}})
+    (tmp_path / "run.yaml").write_text(recipe.dump(run))
+    with pytest.raises(ConfigError, match=message.replace("RUN", str(tmp_path))) as found:
+        generate(Order(tmp_path, **words))
+    assert len(found.value.problems) == 1 and "\n" not in str(found.value)

@@ -17,7 +17,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 # The longest name that fits counts. "systems" is the table of names in systems/__init__.py, which loads on demand.
 BASE = ("config", "ranks", "draws")
 RULES = {
-    "config": (), "ranks": (), "draws": (), "stops": (), "recipe": ("config",), "clock": ("config",),
+    "config": (), "ranks": ("place",), "draws": (), "stops": (), "recipe": ("config",), "clock": ("config",),
     "folders": ("config", "recipe"), "options": ("config",),
     "nn": BASE, "diffusion": BASE, "encoders": (*BASE, "nn", "diffusion"),
     "systems": ("systems.base",), "systems.base": (),
@@ -26,7 +26,8 @@ RULES = {
     "card": ("config", "recipe", "engine.manifest", "__version__"),
     "scenes": ("config", "draws", "data.clips", "sampling", "systems.base"),
     "written": ("config", "ranks", "scenes", "track"),
-    "sampling": ("ranks", "systems.base"), "weights": ("engine.checkpoint", "engine.store", "systems.base"),
+    "sampling": ("ranks", "systems.base"), "place": (),
+    "weights": ("engine.checkpoint", "engine.manifest", "engine.store", "systems.base"),
     "runs": ("config", "ranks", "recipe", "engine.checkpoint", "engine.store", "systems.base", "weights"),
     "first_stage": ("config", "ranks", "recipe", "runs", "systems", "systems.base", "encoders", "weights"),
     "encode_plan": ("config", "ranks", "first_stage", "data", "encoders"),
@@ -35,7 +36,7 @@ RULES = {
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "runs", "systems", "systems.base",
           "engine", "data", "track", "encoders", "card", "scenes", "written", "first_stage", "encode_plan",
-          "__version__")
+          "place", "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "embed", "consolidate", "export", "plan", "bench")
 A_SCRIPT = ("cli", "options", "ranks", "engine.engines", *VERBS)
 A_BENCH = (*A_SCRIPT, "data", "diffusion", "draws", "engine", "track", "systems.phenaki")     # bench*.py time inner parts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import ranks
-from dstrain.ranks import Place
+from dstrain.place import Place
 from tests.support import gloo
 
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
@@ -135,6 +135,19 @@ def left(rank: int) -> tuple[float, float]:
     ranks.leave()
     ranks.barrier = barrier
     return times[0], time.monotonic()
+
+
+def left_twice(rank: int) -> tuple[float, float]:
+    """When rank 1 came to its second farewell, and when this rank was through its own."""
+    ranks.leave()
+    at = time.monotonic()
+    return (at, left(rank)[1])
+
+
+def test_every_farewell_is_waited_for(tmp_path):
+    """Oracle: one clock: in a second farewell of one process group rank 0 waits for the rank that hears late, too."""
+    (began, end), (_, last) = gloo.run(tmp_path, left_twice)
+    assert end - began > 0.5 and last - began > 0.5, "words of the first farewell were taken for those of the second"
 
 
 def test_nobody_leaves_before_all_are_out(tmp_path):

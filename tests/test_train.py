@@ -72,11 +72,12 @@ def test_pictures_of_videos_are_shown(tmp_path):
     ({"num_frames": 7}, {}, "samples.num_frames=7: this model's clips have 5 at most"),
     ({"prompts": ["a"]}, {"generates": False}, "samples.prompts: counting draws nothing for texts while it trains"),
     ({"num_frames": 3}, {"generates": False}, "samples.num_frames=3: counting draws no videos"),
+    ({"num_frames": 3, "prompts": ["a"]}, {"generates": False, "every": 0}, None),
     ({"num_frames": 3, "prompts": ["a"]}, {}, None)])
 def test_what_cannot_be_shown_is_refused(samples, model, message):
     """Oracle: the beginning of the one line that a user reads before anything is trained."""
     system = type("Changed", (counting.Counting,), model)(counting.Config())
-    found = cli._prompts(Run(system="counting", samples=samples), system)
+    found = cli._prompts(Run(system="counting", samples=samples, every={"sample": model.get("every", 100)}), system)
     assert found is None if message is None else found.startswith(message)
 
 

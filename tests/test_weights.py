@@ -259,6 +259,26 @@ def test_the_pickle_would_run_its_command(wrong, tmp_path, monkeypatch):
     assert (tmp_path / "EXECUTED").exists()
 
 
+def test_a_run_of_another_system(trained):
+    """Oracle: the run's own recipe, and what was asked for."""
+    vae = systems.build("vae", {"kl": {"block_out_channels": [8, 16], "norm_num_groups": 4}, "image_size": 16})
+    with pytest.raises(ValueError, match="init_from=.* of system dit, which trains denoiser and no autoencoder; name"):
+        fitted(trained, vae)
+
+
+def test_folders_that_are_none(tmp_path):
+    """Oracle: the faults put in: DeepSpeed's own files, and a config.json that says nothing."""
+    (tmp_path / "theirs" / "global_step3").mkdir(parents=True)
+    (tmp_path / "theirs" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "global_step3"):
+        with pytest.raises(ValueError, match=r"DeepSpeed's own files: merge .*launch/consolidate.py .*name DIR"):
+            fitted(path, dit())
+    for content in ("[]", "3", '"_class_name"'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="config.json is damaged: copy it again"):
+            fitted(tmp_path, dit())
+
+
 def test_a_checkpoint_of_another_network(trained):
     """Oracle: the shapes of both networks."""
     with pytest.raises(ValueError, match=r"is \(192,\) in the file and \(384,\) in the network; set depth and hidden"):

@@ -33,6 +33,7 @@ from dstrain.data.order import Order
 Batch = dict[str, Tensor]
 
 _FLIPPED = ("image", "video")
+_ON_HOST = ("caption", "other_caption")       # packed texts, which the host reads: to bring them back it would wait
 _HELD_OUT_STEP = -1           # keys of held-out samples: a step that training never has
 _BAD = "bad"  # where a worker reports what it could not read: list of (name, reason)
 
@@ -68,7 +69,7 @@ class Batches:
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def at(self, step: int) -> Iterator[Batch]:
-        """The `accumulation` micro-batches of this rank at an optimizer step, on the device.
+        """The `accumulation` micro-batches of this rank at an optimizer step, as `placed` on the device.
 
         Each is what the source's items hold, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
         {"label", "key", "position", "step"}.
@@ -163,7 +164,13 @@ def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.de
         key = draws.keys(seed, _HELD_OUT_STEP, position)
         full = {name: tensor[filled] for name, tensor in read.items()}
         full |= {"key": key, "position": position, "valid": valid}
-        yield {name: tensor.to(device) for name, tensor in full.items()}
+        yield placed(full, device)
+
+
+def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    """A batch on a device, but for packed texts, which stay on the host."""
+    return {name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in batch.items()}
 
 
 class _Stream:
@@ -243,8 +250,7 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     def send(host: Batch) -> tuple[Batch, torch.cuda.Event]:
         with torch.cuda.stream(side):
-            there = {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
-            return there, side.record_event()
+            return placed(host, device, non_blocking=True), side.record_event()
 
     ready = None
     for host in batches:
@@ -263,7 +269,8 @@ def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> 
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in batch.values():
-        tensor.record_stream(current)
+        if tensor.is_cuda:
+            tensor.record_stream(current)
     return batch
 
 

@@ -27,7 +27,8 @@ _VERSION = 1                                      # of the clips, for the finger
 class MovingFashion:
     """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
 
-    num_frames, height, width: of the clips; the items are squares of half the shorter side. split: "train", "held_out".
+    num_frames, height, width: of the clips; the items are squares of two thirds of the shorter side, so that not most of
+    a clip is black. split: "train", "held_out".
     """
 
     num_frames: int
@@ -40,9 +41,9 @@ class MovingFashion:
     light = True
 
     def __post_init__(self) -> None:
-        side = min(self.height, self.width) // 2
-        if side < 4:
-            raise ValueError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 32")
+        side = 2 * min(self.height, self.width) // 3
+        if side < 5:
+            raise ValueError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
         self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
 

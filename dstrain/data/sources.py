@@ -116,18 +116,25 @@ def completed(data: Data) -> Data:
     if data.flip and encoding["flips"] == 1:
         raise ValueError(f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode "
                          "without --no-flip")
+    text = encoding.get("text") or {}
     codes = Codes(kind=encoding["kind"], shape=encoding["shape"], flips=encoding["flips"],
                   scaling_factor=index["statistics"].get("scaling_factor"), first_stage=encoding["first_stage"],
-                  codebook_size=encoding.get("codebook_size"), text=(encoding.get("text") or {}).get("shape"))
+                  codebook_size=encoding.get("codebook_size"), text=text.get("shape"),
+                  text_encoder=text.get("encoder"))
     return data.model_copy(update={"codes": codes})
 
 
 def require_kind(data: Data, system: str, fields: Collection[str]) -> None:
     """ValueError where a system, by the fields of its section, does not learn from what the (completed) data hold."""
-    if data.codes is not None and "codes" not in fields:
-        raise ValueError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from images: give "
-                         "a folder of images, or system=dit")
     clips = bool(_OF_CLIPS & set(fields))
+    if data.codes is not None and "codes" not in fields:
+        kind, of_videos = "clips" if clips else "images", len(data.codes.shape) == 3
+        learner = "dit" if data.codes.kind == "latents" else "phenaki" if of_videos else None
+        raise ValueError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from {kind}: give "
+                         f"a folder of {kind}" + (f", or system={learner}" if learner else ""))
+    if not clips and "image_embed_dim" not in fields and (data.path == MOVING or _holds_videos(data.path)):
+        raise ValueError(f"data.path={data.path} holds videos, and {system} learns from images: give a folder of "
+                         "images, or choose system=phenaki.tokenizer or phenaki")
     # A system with its own num_frames takes plain images, too.
     if clips and "num_frames" not in fields and data.codes is None and data.num_frames is None:
         raise ValueError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")

@@ -54,3 +54,6 @@ class Windows:
 
     def fingerprint(self) -> str:
         return f"{self.whole.fingerprint()} x {self.num}"
+
+    def contents(self) -> str:
+        return f"{self.whole.contents()} x {self.num}"

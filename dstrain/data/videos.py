@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
 from dstrain.data.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
-from dstrain.data.images import Names, class_folders, few, is_held, list_folder
+from dstrain.data.images import Names, class_folders, few, is_held, list_folder, of_each, weighed
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 
@@ -106,6 +106,11 @@ class Videos:
         return self.beside or self.texts is not None or self.labelled
 
     @property
+    def silent(self) -> str | None:
+        """Of what there are no captions, None where there are."""
+        return None if self.captioned else f"{self.key}={self.path}"
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.cut.num_frames, self.cut.channels, self.cut.height, self.cut.width
 
@@ -151,6 +156,19 @@ class Videos:
         return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={kind} "
                 f"names={digest.hexdigest()}")
 
+    def contents(self) -> str:
+        """The fingerprint with the files' sizes and their captions; classes are in their names."""
+        said = blake2b(b"" if self.texts is None else self.texts.blob + self.texts.ends.tobytes())
+        for text in of_each(self._beside, self.names) if self.beside else ():
+            said.update(len(text).to_bytes(8, "little") + text)
+        return f"{self.fingerprint()} {weighed(self.path, self.names, said.digest())}"
+
+    def _beside(self, name: str) -> bytes:
+        try:
+            return (self.path / name).with_suffix(".txt").read_bytes().strip()
+        except OSError:                           # a bad sample, as one whose caption is empty
+            return b""
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_listings": {}}             # every worker makes its own
 
@@ -180,6 +198,11 @@ class Mixed:
         return self.videos.captioned and self.images.captioned
 
     @property
+    def silent(self) -> str | None:
+        """As of Videos."""
+        return self.videos.silent or self.images.silent
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.videos.shape
 
@@ -205,6 +228,9 @@ class Mixed:
 
     def fingerprint(self) -> str:
         return f"{self.videos.fingerprint()} + {self.share} {self.images.fingerprint()}"
+
+    def contents(self) -> str:
+        return f"{self.videos.contents()} + {self.share} {self.images.contents()}"
 
 
 def _one_a_name(root: Path, names: list[str]) -> None:

@@ -61,7 +61,7 @@ class TextEncoder(nn.Module):
         device = next(self.model.parameters()).device
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=self.max_length,
                                 return_tensors="pt")
-        ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)           # (N, L)
+        ids, mask = sent(tokens["input_ids"], device), sent(tokens["attention_mask"], device)     # (N, L)
         out = self.model(input_ids=ids, attention_mask=mask)
         encodings = out.last_hidden_state.float()                                                 # (N, L, E)
         if self.projection is not None:
@@ -72,6 +72,13 @@ class TextEncoder(nn.Module):
             weights = mask[..., None].float()
             embed = (encodings * weights).sum(1) / weights.sum(1).clamp(min=1)
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """What the host has made of captions, on a device, for whose earlier work the host does not wait."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=device.type == "cuda")
 
 
 def captions_of(packed: Tensor) -> list[str]:

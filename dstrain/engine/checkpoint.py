@@ -217,8 +217,9 @@ def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tenso
     """
     with Shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
-            raise ValueError(f"{path} holds the weights in DeepSpeed's own files; DeepSpeed's zero_to_fp32.py reads "
-                             f"{path / 'deepspeed'}, or take an EMA")
+            raise ValueError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
+                             f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA "
+                             "where there is one")
         if kind not in shards.kinds():
             raise ValueError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}

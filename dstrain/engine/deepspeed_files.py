@@ -58,11 +58,13 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
         return None
     wanted, said = tag, "--tag"
     if tag is None and (path / "latest").is_file():
-        wanted, said = (path / "latest").read_text(encoding="utf-8", errors="replace").strip(), "the file latest says"
+        wanted = (path / "latest").read_text(encoding="utf-8", errors="replace").strip() or None
+        said = "the file latest says"
     if wanted is None and len(tags) == 1:
         wanted = tags[0]
     if wanted is None:
-        raise ValueError(f"{path} holds several checkpoints and no file latest: choose with --tag {' | '.join(tags)}")
+        raise ValueError(f"{path} holds several checkpoints and no file latest that names one: choose with "
+                         f"--tag {' | '.join(tags)}")
     if wanted not in tags:
         raise ValueError(f"{said} {wanted}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
     return path / wanted
@@ -80,6 +82,12 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
         raise ValueError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
                          "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
+    for paths, key in ((optimizers, "optimizer_state_dict"), (models, "module")):
+        for path in paths.values():
+            value = contents[path].value
+            if not isinstance(value, dict) or key not in value:
+                raise ValueError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another "
+                                 "folder")
     try:
         states = {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
@@ -155,7 +163,7 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
             raise TypeError(f"a weight named {name!r}")
         if holder not in trained and holder not in frozen and holder not in buffers:
             holder = shared.get(holder, holder)
-        if holder == name not in trained and isinstance(value, Stored):
+        if holder == name and name not in trained and isinstance(value, Stored):
             holder = lies.get(value.spans, name)               # shared, whatever the list says
         if holder != name:
             tied[name] = holder

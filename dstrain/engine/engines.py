@@ -130,6 +130,7 @@ class Engines(Mapping[str, Any]):
         for name, weight in network.named_parameters():
             assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
             shaped = torch.empty(full_shape(weight), device="meta")
+            assert shaped.numel(), f"{name} has no elements: checkpoints keep fragments, and of it there are none"
             (with_decay if decays(name, shaped) else without).append(weight)
         groups = [{"params": with_decay, "weight_decay": run.optimizer.weight_decay},
                   {"params": without, "weight_decay": 0.0}]

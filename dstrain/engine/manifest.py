@@ -9,8 +9,10 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 NAME = "manifest.json"
+CONSOLIDATED = "consolidated.json"                           # of launch/consolidate.py: hashes of its files, and more
 _BLOCK = 1 << 26
 _THREADS = 4                # for each rank; hashlib releases the interpreter's lock
 
@@ -63,6 +65,29 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
         for (name, _), digest in zip(jobs, pool.map(block, jobs)):
             whole[name].update(digest)
     return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
+
+
+class Digest:
+    """What `hash_files` says of a file, of its bytes as they are written."""
+
+    def __init__(self) -> None:
+        self._whole, self._block = hashlib.blake2b(digest_size=32), hashlib.blake2b(digest_size=32)
+        self.size = 0
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            piece = data[:_BLOCK - self.size % _BLOCK]
+            self._block.update(piece)
+            self.size, data = self.size + len(piece), data[len(piece):]
+            if self.size % _BLOCK == 0:
+                self._whole.update(self._block.digest())
+                self._block = hashlib.blake2b(digest_size=32)
+
+    def entry(self) -> dict[str, Any]:
+        whole = self._whole.copy()
+        if self.size % _BLOCK or not self.size:
+            whole.update(self._block.digest())
+        return {"size": self.size, "hash": whole.hexdigest()}
 
 
 def faults(folder: Path, names: list[str], said: dict[str, dict]) -> list[str]:

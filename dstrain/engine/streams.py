@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from dstrain.engine.manifest import Digest
+
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -97,24 +99,28 @@ def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 
 
 def write_model(folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str],
-                progress: Callable[[int], Any]) -> list[Path]:
-    """Hugging Face's layout: model.safetensors, or numbered files and their index; the files, synced to the disk."""
+                progress: Callable[[int], Any]) -> dict[Path, dict[str, Any]]:
+    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced to the disk; size and hash
+    of each, as manifest.hash_files has them.
+    """
     files = split(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     names = names if len(files) > 1 else ["model.safetensors"]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in zip(names, files):
-        _write_file(folder / name, some, metadata, progress)
-    written = [folder / name for name in names]
+    written = {folder / name: _write_file(folder / name, some, metadata, progress) for name, some in zip(names, files)}
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)},
                  "weight_map": {entry.name: name for name, some in zip(names, files) for entry in some}}
-        written.append(folder / "model.safetensors.index.json")
-        written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        path, text = folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode()
+        path.write_bytes(text)
+        digest = Digest()
+        digest.update(memoryview(text))
+        written[path] = digest.entry()
     return written
 
 
-def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str], progress: Callable[[int], Any]) -> None:
+def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
+                progress: Callable[[int], Any]) -> dict[str, Any]:
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -129,12 +135,16 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str], prog
         raise ValueError(f"{path.name}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: give a smaller "
                          "--shard-size")
     with open(path, "wb", buffering=0) as out, _Files() as files:
-        _put(out, memoryview(len(text).to_bytes(8, "little") + text))
+        digest, head = Digest(), memoryview(len(text).to_bytes(8, "little") + text)
+        digest.update(head)
+        _put(out, head)
         for entry in entries:
             for piece in _converted(entry, files):
+                digest.update(piece)
                 _put(out, piece)
                 progress(len(piece))
         os.fsync(out.fileno())
+    return digest.entry()
 
 
 def _put(file: BinaryIO, data: memoryview) -> None:

@@ -159,7 +159,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
-            return _REBUILDS[name]
+            return _REBUILDS[name]()
         if module == "builtins" and name in _PLAIN:
             return _PLAIN[name]
         if (module, name) == ("collections", "OrderedDict"):
@@ -182,16 +182,60 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(dtype.name, self.place(str(key)))
 
 
-def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool = False,
-            _hooks: Any = None, bits: Any = None) -> Stored:
+class _Rebuild:
+    """A function that a pickle may call. It has no attributes: BUILD would alter those of a function, such as its
+    defaults, for every file that is read after.
+    """
+
+    __slots__ = ()
+
+    def __setattr__(self, *_: Any) -> None:
+        raise _Refused("it alters what reads it: do not load it with any program")
+
+    __setstate__ = __setattr__
+
+
+class _Tensor(_Rebuild):
     """A tensor of a storage; `offset` and strides in elements."""
-    return _placed(storage, storage.dtype, offset, size, strides, bits)
+
+    __slots__ = ()
+
+    def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
+                 _grad: bool = False, _hooks: Any = None, bits: Any = None) -> Stored:
+        return _placed(storage, storage.dtype, offset, size, strides, bits)
 
 
-def _tensor_of(storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool,
-               _hooks: Any, dtype: DType, bits: Any = None) -> Stored:
+class _TensorOf(_Rebuild):
     """A tensor of a type that has no class of storages."""
-    return _placed(storage, dtype.name, offset, size, strides, bits)
+
+    __slots__ = ()
+
+    def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool,
+                 _hooks: Any, dtype: DType, bits: Any = None) -> Stored:
+        return _placed(storage, dtype.name, offset, size, strides, bits)
+
+
+class _Parameter(_Rebuild):
+    """A parameter is its tensor."""
+
+    __slots__ = ()
+
+    def __call__(self, data: Any, *_: Any) -> Any:
+        return data
+
+
+class _Typed(_Rebuild):
+    """A tensor to which Python attributes were given; of a class of tensors that is not torch's it is a shell."""
+
+    __slots__ = ()
+
+    def __call__(self, build: Any, kind: Any, args: Any, _state: Any) -> Any:
+        return build(*args) if kind == DType("a tensor") and isinstance(build, _PLAIN_REBUILDS) else Shell()
+
+
+_PLAIN_REBUILDS = (_Tensor, _TensorOf, _Parameter)
+_REBUILDS = {"_rebuild_tensor_v2": _Tensor, "_rebuild_tensor_v3": _TensorOf, "_rebuild_parameter": _Parameter,
+             "_rebuild_parameter_with_state": _Parameter, "_rebuild_from_type_v2": _Typed}
 
 
 def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
@@ -210,16 +254,3 @@ def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], s
         raise _Refused("it holds a tensor that reaches beyond its storage: it is damaged")
     span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
     return Stored(dtype, shape, (span,), None if ordinary else steps)
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _typed(build: Any, kind: Any, args: Any, _state: Any) -> Any:
-    """A tensor to which Python attributes were given; of a class of tensors that is not torch's it is a shell."""
-    return build(*args) if kind == DType("a tensor") and build in (_tensor, _tensor_of, _parameter) else Shell()
-
-
-_REBUILDS = {"_rebuild_tensor_v2": _tensor, "_rebuild_tensor_v3": _tensor_of, "_rebuild_parameter": _parameter,
-             "_rebuild_parameter_with_state": _parameter, "_rebuild_from_type_v2": _typed}

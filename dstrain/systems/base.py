@@ -49,6 +49,7 @@ class System(ABC):
     starts_from_data: bool = False                # whether samples or pictures need data: reconstruction, upsampling
     encodes: bool = False                         # whether there are `codes`, which launch/encode.py caches
     codebook_size: int | None = None              # number of ids that `codes` may give; None: latents, or no codes
+    samplers: tuple[str, ...] = ()                # what Request.sampler may be; () where there is no choice
     num_frames: int | None = None                 # of the longest clips, which `sample` draws unasked; None: no videos
     temporal_patch_size: int = 1                  # frames of a latent step: a clip has 1 + k * this
     in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes

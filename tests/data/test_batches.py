@@ -7,7 +7,7 @@ import torch
 
 from dstrain import draws
 from dstrain.data.bad_files import BadFiles
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, held_out, placed
 from dstrain.data.images import open_images
 from dstrain.data.order import Order
 from tests.support.pictures import BROKEN, break_file, folder
@@ -186,6 +186,13 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
     assert len((tmp_path / "bad_files.txt").read_text().splitlines()) == 6
     with pytest.raises(ValueError, match="7 of 100"):
         BadFiles(tmp_path, 100, 0.05).add([("c\n\td", "z\nz")])
+
+
+def test_texts_stay_on_the_host():
+    """Oracle: devices: packed texts are read by the host, all else goes."""
+    batch = {"caption": torch.zeros(2, 5), "other_caption": torch.zeros(2, 5), "tokens": torch.zeros(2, 3)}
+    assert {name: tensor.device.type for name, tensor in placed(batch, "meta").items()} == {
+        "caption": "cpu", "other_caption": "cpu", "tokens": "meta"}
 
 
 def test_limits():

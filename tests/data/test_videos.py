@@ -321,9 +321,24 @@ def test_clips_are_for_systems_of_clips():
     require_kind(images, "x", {"image_size"})
     require_kind(images, "x", {"temporal_patch_size", "num_frames"})
     with pytest.raises(ValueError, match="data.num_frames=5: dit learns from images"):
-        require_kind(clips, "dit", {"image_size", "codes"})
+        require_kind(Data(num_frames=5), "dit", {"image_size", "codes"})
     with pytest.raises(ValueError, match="learns from clips: write data.num_frames=17"):
         require_kind(images, "phenaki", {"temporal_patch_size"})
+
+
+def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
+    """Oracle: the contract: videos are for no system of images, tokens for none that encodes; the remedy is one."""
+    write_pictures(tmp_path / "a.gif", moving(3, 16, 16))
+    for path in ("builtin:moving-fashion", str(tmp_path)):
+        with pytest.raises(ValueError, match="holds videos, and dit learns from images: .*system=phenaki"):
+            require_kind(Data(path=path, flip=False), "dit", {"image_size", "codes"})
+    cached = {"flips": 1, "scaling_factor": None, "first_stage": "x"}
+    for kind, shape, fields, said in (
+            ("tokens", (2, 4, 4), {"temporal_patch_size", "num_frames"}, "learns from clips: .*, or system=phenaki$"),
+            ("tokens", (4, 4), {"image_size"}, "learns from images: give a folder of images$"),
+            ("latents", (4, 4, 4), {"image_size"}, "learns from images: .*, or system=dit$")):
+        with pytest.raises(ValueError, match=f"holds cached {kind}, and x {said}"):
+            require_kind(Data(codes=dict(cached, kind=kind, shape=shape)), "x", fields)
 
 
 def test_what_a_captions_file_may_hold(tmp_path):

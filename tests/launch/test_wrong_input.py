@@ -61,6 +61,7 @@ WRONG = {
     "word for a number": (["steps=many"], "steps=many: it should be a valid integer"),
     "half a step": (["steps=10.5"], "steps=10.5"),
     "true for a number": (["steps=true"], "steps is true"),
+    "never": (["every.sample=null"], "every.sample=null: it should be a number of steps; 0 is never"),
     "negative": (["seed=-1"], "seed=-1: it should be greater than or equal to 0"),
     "no samples": (["batch.global=0"], "batch.global=0: it should be greater than 0"),
     "infinite rate": (["optimizer.lr=.inf"], "optimizer.lr=inf: it should be a finite number"),
@@ -117,6 +118,7 @@ WRONG = {
     "no image": (["data.path=mixed"], "data.path=mixed"),
     "empty class": (["data.path=classes"], "class folders without images: b"),
     "data is a file": (["data.path=afile"], "data.path=afile"),
+    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images: give a folder of images"),
     "unknown built-in": (["data.path=builtin:mnist"], "builtin:fashion"),
     "nothing to start from": (["init_from=/no/weights"], "init_from=/no/weights does not exist"),
     "folder is a file": (["folder=afile"], "name another folder"),
@@ -142,6 +144,9 @@ WRONG = {
     "amp": (["--ds_config", "amp.json"], "does not support"),
     "elasticity": (["--ds_config", "elastic.json"], "does not support"),
     "NVMe": (["--ds_config", "nvme.json"], 'write "cpu"'),
+    "whole weights": (["--recipe", "tests/launch/tiny-phenaki-tokenizer.yaml", "--ds_config", "ds_configs/zero3.json",
+                       "model.discriminator.penalty.form=exact"],
+                      "model.discriminator.penalty.form=exact needs whole weights, ZeRO stage 3 scatters them"),
 }
 
 

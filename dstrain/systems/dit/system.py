@@ -31,7 +31,7 @@ class DiTSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged = ("denoiser",)
+        self.averaged, self.samplers = ("denoiser",), SAMPLERS[config.objective]
         self.shape = (config.in_channels, config.input_size, config.input_size)
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None

@@ -32,7 +32,7 @@ class IDDPMSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged = ("denoiser",)
+        self.averaged, self.samplers = ("denoiser",), SAMPLERS
         self.starts_from_data = config.small_size is not None
         self.shape = (config.in_channels, config.image_size, config.image_size)
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),

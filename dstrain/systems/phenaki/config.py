@@ -32,6 +32,8 @@ class Codes(Section):
     """Fingerprint of the tokenizer that they are of."""
     text: tuple[int, int] | None
     """Tokens and width of the text encodings beside them; None: there are none."""
+    text_encoder: str | None = None
+    """Fingerprint of the encoder that these are of."""
 
 
 class Decoding(Section):
@@ -86,8 +88,10 @@ class Config(Section):
     """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
+    text_encoder_fingerprint: str | None = None
+    """The only text encoder that is taken; filled in from the cache; None takes any."""
     max_text_len: int = Field(64, ge=1)
-    """Words, or tokens of the encoder, that are read of a text."""
+    """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
     num_words: int = Field(8192, ge=2)
     """Rows of the table of hashed words."""
     cond_drop_prob: float = Field(0.25, ge=0, le=1)
@@ -139,6 +143,15 @@ class Config(Section):
         if codes.text is not None and ours is not None and codes.text[1] != ours:
             raise ValueError(f"text_encodings_dim {ours}: the encodings in data.path are {codes.text[1]} wide; set "
                              f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
+        if codes.text is not None and ours is not None and codes.text[0] != self.max_text_len:
+            raise ValueError(f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
+                             f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
+                             f"encode with --max-text-len {self.max_text_len}")
+        wanted = self.text_encoder_fingerprint
+        if ours is not None and None not in (wanted, codes.text_encoder) and codes.text_encoder != wanted:
+            raise ValueError(f"text_encoder_fingerprint {wanted}: the encodings in data.path are of the text encoder "
+                             f"{codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with that "
+                             "encoder")
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ValueError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
@@ -165,14 +178,16 @@ class Config(Section):
         ready: dict[str, Any] = {"codes": None}
         if tokens:
             ready = {"codes": {"shape": codes.shape, **{name: getattr(codes, name, None) for name in (
-                "codebook_size", "first_stage", "text")}}}
+                "codebook_size", "first_stage", "text", "text_encoder")}}}
             said["token_shape"] = codes.shape
             if codes.shape[0] > 1 and frames > 1:
                 said.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
             if getattr(codes, "codebook_size", None):
                 said["codebook_size"] = codes.codebook_size
-            if ready["codes"]["text"] and not model.get("unconditional"):
-                said["text_encodings_dim"] = codes.text[1]
+            hashes = "text_encodings_dim" in model and model["text_encodings_dim"] is None
+            if ready["codes"]["text"] and not model.get("unconditional") and not hashes:
+                said |= {"text_encodings_dim": codes.text[1], "max_text_len": codes.text[0],
+                         "text_encoder_fingerprint": ready["codes"]["text_encoder"]}
         return {**said, **model, **ready, **({"tokenizer": stage} if stage else {})}
 
     def conflicts(self, run: config.Run) -> list[str]:
@@ -189,10 +204,13 @@ class Config(Section):
         if prompts and self.unconditional:
             problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "
                             "other")
-        frames = getattr(samples, "num_frames", None) or 1
-        if frames > self.num_frames:
-            problems.append(f"samples.num_frames={frames}: the model has places for {self.num_frames} frames; take so "
-                            "many at most")
+        given = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name, None)]
+        if given and run.every.sample and self.tokenizer is None:
+            problems.append(f"{', '.join(given)}: no tokenizer is named that decodes what is drawn; set "
+                            "model.tokenizer.path to its folder, or every.sample=0")
+        if samples.labels:
+            problems.append(f"samples.labels={list(samples.labels)}: phenaki knows no classes; leave it out"
+                            + ("" if self.unconditional else ", and give samples.prompts"))
         if drawn and not prompts and not self.unconditional and not self.cond_drop_prob:
             problems.append("samples.prompts: this model has no null text to draw without, since model.cond_drop_prob "
                             "is 0; give prompts")
@@ -215,6 +233,17 @@ class Config(Section):
     def num_frames(self) -> int:
         """Frames of the longest clip."""
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
+
+    def latent_frames(self, name: str, frames: int) -> int:
+        """Latent frames of that many frames. ValueError: there are none so many, or they do not fit."""
+        step, most = self.temporal_patch_size, self.num_frames
+        if frames < 1 or (frames - 1) % step:
+            raise ValueError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple of "
+                             f"{step}, for example {1 + max((frames - 1) // step, 0) * step}")
+        if frames > most:
+            raise ValueError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
+                             "go on from the last ones (--scenes)")
+        return 1 + (frames - 1) // step
 
     @property
     def choices(self) -> Choices:

@@ -30,14 +30,6 @@ def lowest(scores: Tensor, count: Tensor) -> Tensor:
     return rank < count[:, None]
 
 
-def real_frames(frames: Tensor, patch: int, latent: int) -> Tensor:
-    """Which latent frames hold no padding, bool (B, latent), of clips with `frames` int64 (B,) real frames.
-
-    The first latent frame is the first frame, each further one `patch` frames: 1 + (frames - 1) // patch are whole.
-    """
-    return torch.arange(latent, device=frames.device) < (1 + (frames - 1) // patch)[:, None]
-
-
 def mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     """The masked tokens of training, bool (B, N): as many as `u` (B,) says, where uniform `noise` (B, N) is lowest.
 

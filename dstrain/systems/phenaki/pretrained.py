@@ -92,6 +92,9 @@ def _config(path: str) -> Any:
     """The model section of the run that was exported, checked."""
     folder = Path(path)
     missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing and (folder / "run.yaml").is_file():
+        raise ValueError(f"tokenizer.path: {path} is a run; export it, launch/export.py {path} --format safetensors "
+                         f"--out tokenizers/{folder.name}, and name that folder")
     if missing:
         raise ValueError(f"tokenizer.path: {path} holds no {' and no '.join(missing)}; write one with launch/export.py "
                          f"RUN --format safetensors --out {path}")

@@ -25,6 +25,7 @@ from dstrain.systems.phenaki.decoding import decode
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
 from dstrain.systems.phenaki.pretrained import Pretrained
 from dstrain.systems.phenaki.texts import NAMES, Reader, chosen, packed
+from dstrain.systems.phenaki.tokenizer.network import real_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 
@@ -34,7 +35,7 @@ class PhenakiSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"maskgit": self.learn} | ({"critic": self.judge} if config.critic == "token" else {})
-        self.averaged = tuple(self.parts)
+        self.averaged, self.samplers = tuple(self.parts), config.samplers
         self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
         self.generates = config.tokenizer is not None
         self.count = torch.Size(config.token_shape).numel()               # tokens of a whole clip
@@ -75,13 +76,16 @@ class PhenakiSystem(System):
             raise ValueError(f"data: clips have {found} tokens (latent frames, height, width), the model "
                              f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
         if frames is not None:
-            example["real"] = masking.real_frames(frames, self.temporal_patch_size, found[0])
+            example["real"] = real_frames(frames, self.temporal_patch_size, found[0])
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
         """Encodes the first clip: its shape, its text, the tokenizer, and the text encoder where one is needed."""
         if self.config.tokenizer is not None:
             self.tokenizer()
+        if self.takes_texts and (silent := getattr(source, "silent", None)):
+            raise ValueError(f"{silent}: no captions are there, and the model reads texts: give X.txt beside each file "
+                             "or class folders (of clips also data.captions), or set model.unconditional=true")
         first = _first(source)
         if first is None:                         # the loop will say which files cannot be read
             return
@@ -133,14 +137,20 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms (B,) with every text in place: cross_entropy and accuracy at masked tokens, those of the critic."""
+        """Terms (B,) with every text in place: cross_entropy and accuracy at masked tokens, those of a critic that
+        learns. `loss` is the critic's where it learns alone.
+        """
         example = dict(example)
         passed, terms = self._masked_pass(nets, example, None)
+        if self.config.critic is None or self.config.train == "maskgit":          # then no ids are drawn for a critic
+            return terms
         logits = passed.critic
         if "critic" in self.parts:
             example["filled"] = passed.filled
             logits = self._criticism(nets["critic"], example, None)
-        judged = {} if logits is None else self._judged(logits, example)
+        judged = self._judged(logits, example)
+        if self.config.train == "critic":
+            terms["loss"] = judged["loss"]
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _dropped(self, example: Example) -> Tensor | None:
@@ -215,13 +225,13 @@ class PhenakiSystem(System):
         if request.guidance_scale != 1 and not config.has_null:
             raise ValueError("guidance_scale: this model has no null text, since it is unconditional or its "
                              "cond_drop_prob is 0; sample with guidance_scale 1")
-        latent = self._latent_frames("num_frames", request.num_frames or self.num_frames)
+        latent = self.config.latent_frames("num_frames", request.num_frames or self.num_frames)
         tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
         shape = (len(request.seeds), latent, *config.token_shape[1:])
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         given = torch.zeros(shape, dtype=torch.bool, device=device)
         if prime is not None:
-            known = self._latent_frames("prime", prime.shape[1])
+            known = self.config.latent_frames("prime", prime.shape[1])
             if known >= latent:
                 raise ValueError(f"prime: {prime.shape[1]} frames are given and {request.num_frames or self.num_frames}"
                                  " asked for, so that nothing is left to draw; give fewer, or ask for more")
@@ -248,21 +258,15 @@ class PhenakiSystem(System):
         return decode(predict, tokens, given, network.mask_token, draws.keys_of_seeds(request.seeds),
                       request.num_steps, self.config.choices, criticize)
 
-    def _latent_frames(self, name: str, frames: int) -> int:
-        """Latent frames of that many frames. ValueError: there are none so many, or they do not fit."""
-        step, most = self.temporal_patch_size, self.num_frames
-        if frames < 1 or (frames - 1) % step:
-            raise ValueError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple of "
-                             f"{step}, for example {1 + max((frames - 1) // step, 0) * step}")
-        if frames > most:
-            raise ValueError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
-                             "go on from the last ones (--scenes)")
-        return 1 + (frames - 1) // step
-
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Texts without a word, (num, ...): what is drawn where nothing is said. ValueError: the model has no such."""
+        """Texts without a word, (num, ...): what is drawn where nothing is said. ValueError: the model has no such, or
+        labels are given.
+        """
+        if labels is not None:
+            raise ValueError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
+                             + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
         return self.texts.of_nothing(num)
 
     @property
@@ -276,7 +280,7 @@ class PhenakiSystem(System):
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
         video = images if images.ndim == 5 else images[:, None]
-        self._latent_frames("prime", video.shape[1])
+        self.config.latent_frames("prime", video.shape[1])
         self.tokenizer().require_frames(tuple(video.shape[2:]))
         return {"prime": video}
 
@@ -312,10 +316,10 @@ def build(config: Config) -> PhenakiSystem:
 
 
 def _first(source: Any) -> dict[str, Any] | None:
-    """The first sample of a source that can be read, of its first 16."""
+    """The first sample of a source that can be read, of as many as training would pass over."""
     if hasattr(source, "first"):
         return source.first()
-    for index in range(min(len(source), 16)):
+    for index in range(min(len(source), 1000)):
         try:
             return source[index]
         except Exception:                         # a damaged file may raise anything; how many is bounded elsewhere

@@ -11,13 +11,14 @@ import zlib
 import torch
 from torch import Tensor
 
-from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.encoders.text import TextEncoder, captions_of, sent
 from dstrain.systems.phenaki.config import Config
 
 NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
 _CAPTION_BYTES = 512                              # of a caption as batches hold it
 _PROMPTS = 64                                     # texts that are encoded at once
+_KEPT = 256                                       # texts of one question whose answer is kept
 
 Said = dict[str, Tensor]                          # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
 
@@ -28,6 +29,7 @@ class Reader:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.encoder: TextEncoder | None = None
+        self._kept: tuple[dict[str, int], Said] = {}, {}       # texts that were asked for, their rows in what was read
 
     def of_batch(self, given: dict[str, Tensor]) -> Said:
         """From what the data hold: encodings, or captions packed as UTF-8. ValueError: neither, or of another width."""
@@ -47,18 +49,29 @@ class Reader:
         if "caption" not in given:
             raise ValueError("data: there are no captions, and the model reads texts: give X.txt beside each video, "
                              "data.captions=FILE or class folders, or set model.unconditional=true")
-        device = given["caption"].device
-        return {name: value.to(device) for name, value in self._read(captions_of(given["caption"]), device).items()}
+        # Captions stay on the host, which reads them; what it makes of them goes to the rest of the batch.
+        device = given.get("key", given["caption"]).device
+        return {name: sent(value, device) for name, value in self._read(captions_of(given["caption"]), device).items()}
 
     def of_texts(self, texts: list[str]) -> Said:
-        """On the CPU, of each text once. ValueError: the model is unconditional, or no encoder is named."""
+        """On the CPU, of each text once. ValueError: the model is unconditional, or no encoder is named.
+
+        The same texts, or some of them, may be asked for again without an encoder: where the data hold encodings it is
+        loaded for prompts alone, and let go when they are read.
+        """
         if self.config.unconditional:
             raise ValueError("prompts: this model is unconditional and reads no texts; leave them out")
-        places: dict[str, int] = {}
-        rows = torch.tensor([places.setdefault(text, len(places)) for text in texts])
-        once, cpu = list(places), torch.device("cpu")
-        batches = [self._read(once[i:i + _PROMPTS], cpu) for i in range(0, len(once), _PROMPTS)]
-        return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
+        places, read = self._kept
+        if not places.keys() >= set(texts):
+            places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+            once, cpu = list(places), torch.device("cpu")
+            batches = [self._read(once[i:i + _PROMPTS], cpu) for i in range(0, len(once), _PROMPTS)]
+            read = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            self._kept = (places, read) if len(places) <= _KEPT else ({}, {})
+            if self.config.codes is not None and self.config.codes.text is not None:
+                self.encoder = None
+        rows = torch.tensor([places[text] for text in texts])
+        return {name: value[rows] for name, value in read.items()}
 
     def of_nothing(self, num: int) -> Said:
         """Texts without a word, which the null text stands for. ValueError: the model has none."""
@@ -79,7 +92,12 @@ class Reader:
             if self.config.text_encoder is None:
                 raise ValueError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
                                  "hub name of the encoder that made the data's text encodings")
-            self.encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
+            encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
+            wanted = self.config.text_encoder_fingerprint
+            if wanted is not None and (found := encoder.fingerprint()) != wanted:
+                raise ValueError(f"text_encoder: {self.config.text_encoder} is the encoder {found}, the data's text "
+                                 f"encodings are of {wanted} (text_encoder_fingerprint); name the one that made them")
+            self.encoder = encoder
         found = self.encoder.to(device).encode(texts)
         return self.of_batch({name: found[name] for name in NAMES if name in found})
 

@@ -65,7 +65,9 @@ def _chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tupl
 def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logits.argmax(1)
-    upto = (logits / temperature).softmax(1).cumsum(1)                                            # (C, V)
+    # Two rows at least: CUDA scans a single one another way, and what is drawn would depend on the rows beside it.
+    rows = logits.expand(max(len(logits), 2), -1)
+    upto = (rows / temperature).softmax(1).cumsum(1)[:len(logits)]                                # (C, V)
     return (upto <= uniforms[:, None] * upto[:, -1:]).sum(1).clamp(max=logits.shape[1] - 1)
 
 

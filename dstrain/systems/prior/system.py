@@ -38,7 +38,7 @@ class PriorSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged = ("denoiser",)
+        self.averaged, self.samplers = ("denoiser",), SAMPLERS
         self.shape = (config.image_embed_dim,)
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
@@ -66,11 +66,11 @@ class PriorSystem(System):
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
         mean, std = self._statistics(image)
         example["x_start"] = (image - mean) / std
-        example |= self._texts({name: batch[name] for name in (*TEXT, "caption") if name in batch})
+        example |= self._texts({name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device)
         if "other_text_embed" in batch and not self._lacks(batch):
             example["other_text_embed"] = self._text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
-            other = self._texts({"caption": batch["other_caption"]})
+            other = self._texts({"caption": batch["other_caption"]}, image.device)
             example["other_text_embed"] = other["text_embed"]
         return example
 
@@ -83,14 +83,16 @@ class PriorSystem(System):
         wanted = ("text_embed", "text_encodings") if self.config.max_text_len else ("text_embed",)
         return next((name for name in wanted if name not in given), None)
 
-    def _texts(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the network is told of texts, from embeddings or from captions."""
+    def _texts(self, given: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+        """What the network is told of texts, from embeddings or from captions, which are on the host and are encoded on
+        the device.
+        """
         tokens = self.config.max_text_len
         if missing := self._lacks(given):
             if "caption" not in given:
                 raise ValueError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
                                  "embeddings, give captions, or (for text_encodings) set model.max_text_len=0")
-            given = self.text_encoder(given["caption"].device).encode(captions_of(given["caption"]))
+            given = self.text_encoder(device).encode(captions_of(given["caption"]))
         found = {"text_embed": self._text_embed(given["text_embed"])}
         if tokens:
             encodings = given["text_encodings"].float()

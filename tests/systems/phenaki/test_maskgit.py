@@ -55,6 +55,19 @@ def test_chunks(chunk, smoothing, dtype, tolerance):
     assert not silent.total.requires_grad and torch.equal(silent.loss, drawn.loss)
 
 
+def test_no_row_is_scanned_alone(monkeypatch):
+    """Oracle: the shapes that cumsum meets; the ids of rows together are those of each by itself."""
+    seen, scan = [], torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: seen.append(len(x)) or scan(x, dim))
+    torch.manual_seed(0)
+    head, x, uniforms = Vocabulary(5, 23, 4), torch.randn(9, 5), torch.rand(9)
+    with torch.no_grad():
+        ids, _ = head(x, uniforms)
+        alone = [head(x[i:i + 1], uniforms[i:i + 1])[0] for i in range(9)]
+    assert torch.equal(ids, torch.cat(alone)) and len(ids.unique()) > 3
+    assert seen[:3] == [4, 4, 2] and set(seen[3:]) == {2}
+
+
 def test_bfloat16():
     """Oracle: float32 from the same rounded logits: loss is float32, gradients bfloat16, summed before rounding."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dstrain import draws
 from dstrain.systems.phenaki import masking
-from dstrain.systems.phenaki.tokenizer.network import latent_frames
+from dstrain.systems.phenaki.tokenizer.network import latent_frames, real_frames
 
 
 @pytest.mark.parametrize("u", [0.0, 0.1, 0.5, 0.9, 0.999])
@@ -51,6 +51,6 @@ def test_equal_scores():
 def test_real_frames(patch):
     """Oracle: the tokenizer's own count of whole latent frames."""
     frames = torch.arange(1, 14)
-    found = masking.real_frames(frames, patch, 13)
+    found = real_frames(frames, patch, 13)
     assert torch.equal(found.sum(1), latent_frames(frames, patch).clamp(max=13))
     assert not bool((found[:, 1:] & ~found[:, :-1]).any())

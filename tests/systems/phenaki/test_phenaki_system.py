@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from dstrain import draws, recipe, systems
 from dstrain.config import Codes, ConfigError, Run
 from dstrain.data.rows import packed
+from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.maskgit import Pass
@@ -164,6 +165,19 @@ def test_the_critic_alone_meets_the_same_tokens():
                                                   example["filled"][~example["masked"]])
 
 
+def test_held_out_terms_are_of_what_learns():
+    """Oracle: the terms of both; a critic that does not learn has none, one that learns alone gives the loss."""
+    systems_ = {train: build(critic="token", train=train) for train in ("both", "maskgit", "critic")}
+    nets, batch = networks(systems_["both"]), systems_["both"].synthetic(5)
+    found = {train: system.evaluate(nets, system.encode(batch)) for train, system in systems_.items()}
+    both = found["both"]
+    assert not any(name.startswith("critic") for name in found["maskgit"]) and "critic_accuracy" in both
+    assert all(torch.equal(value, both[name]) for name, value in found["maskgit"].items())
+    assert found["critic"].keys() == both.keys() and not torch.equal(both["loss"], both["critic_loss"])
+    for name, value in found["critic"].items():
+        assert torch.equal(value, both["critic_loss" if name == "loss" else name])
+
+
 def test_the_critic_has_a_part_and_average_of_its_own():
     """Oracle: parts and averages; a self critic is in MaskGit's part."""
     assert list(build(critic="token", critic_depth=3).networks()) == ["maskgit", "critic"]
@@ -218,6 +232,44 @@ def test_an_encoder_by_path(tmp_path):
     assert lazy.texts.encoder is None
     null = system.conditions(2)
     assert set(null) == {"text_encodings", "text_mask"} and not bool(null["text_mask"].any())
+
+
+def test_another_encoder_is_refused(tmp_path):
+    """Oracle: the encoder's fingerprint; another seed's weights of the same width are none of the data's encodings."""
+    for seed in (0, 1):
+        towers.sentences(tmp_path / str(seed), seed)
+    own = TextEncoder(str(tmp_path / "0"), 5).fingerprint()
+    model = {"text_encodings_dim": 12, "text_encoder_fingerprint": own}
+    found = build(text_encoder=str(tmp_path / "0"), **model).conditions_from_texts(["a cat"])
+    assert found["text_encodings"].shape == (1, 5, 12)
+    with pytest.raises(ValueError, match=f"text_encoder: {tmp_path}/1 is the encoder .* are of {own} .*name the one"):
+        build(text_encoder=str(tmp_path / "1"), **model).conditions_from_texts(["a cat"])
+
+
+def test_prompts_are_encoded_once(tmp_path):
+    """Oracle: the encoder's own encodings; it is gone behind them, and nothing is there to load it from again."""
+    towers.sentences(tmp_path / "text")
+    codes = CODES | {"text": (6, 12)}
+    system = build(text_encoder=str(tmp_path / "text"), text_encodings_dim=12, max_text_len=6, codes=codes)
+    texts = ["a red cat", "the moon", "a red cat"]
+    wanted = TextEncoder(str(tmp_path / "text"), 6).encode(texts)
+    first = system.conditions_from_texts(texts)
+    assert system.texts.encoder is None and system.frozen() == ()
+    (tmp_path / "text").rename(tmp_path / "gone")
+    again, one = system.conditions_from_texts(texts), system.conditions_from_texts(["the moon"])
+    for name, value in first.items():
+        torch.testing.assert_close(value, wanted[name])
+        assert torch.equal(again[name], value) and torch.equal(one[name], value[1:2])
+    with pytest.raises(ValueError, match="there is no folder"):
+        system.conditions_from_texts(["a dog"])
+
+
+def test_captions_stay_on_the_host():
+    """Oracle: devices: the words of captions on the CPU go where the batch's keys are."""
+    system, batch = build(), build().synthetic(3)
+    sent = {name: value if name == "caption" else value.to("meta") for name, value in batch.items()}
+    found = system.encode(sent)
+    assert found["words"].device.type == "meta" and found["words"].shape == system.encode(batch)["words"].shape
 
 
 def test_null_texts_are_guidance_s_own():
@@ -329,6 +381,9 @@ CODES = {"shape": (3, 2, 2), "codebook_size": 64, "first_stage": "abc", "text": 
     ({"codebook_size": 8192}, {}, "codebook_size 64: .* of a codebook of 8192; set model.codebook_size=8192"),
     ({"shape": (9, 2, 2)}, {}, r"token_shape \[3, 2, 2\]: the tokens in data.path are \[9, 2, 2\]"),
     ({"text": (4, 7)}, {"text_encodings_dim": 5}, "are 7 wide; set model.text_encodings_dim=7"),
+    ({"text": (4, 7)}, {"text_encodings_dim": 7}, "max_text_len 5: .* of 4 tokens"),
+    ({"text": (5, 7), "text_encoder": "t5"}, {"text_encodings_dim": 7, "text_encoder_fingerprint": "clip"},
+     "text_encoder_fingerprint clip: .* of the text encoder t5"),
     ({"first_stage": "other"}, {"tokenizer": {"path": "x", "fingerprint": "abc"}},
      "tokenizer abc, the tokens .* of other"),
 ])
@@ -363,6 +418,9 @@ def test_a_replaced_tokenizer(tokenizer, tmp_path):
 def test_folders_without_a_tokenizer(tmp_path):
     """Oracle: a ValueError that says what is missing."""
     with pytest.raises(ValueError, match="holds no recipe.yaml and no tokenizer.safetensors; write one with"):
+        Pretrained(str(tmp_path))
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path} is a run; export it, launch/export.py {tmp_path} --format"):
         Pretrained(str(tmp_path))
     tokenizers.save(tmp_path)
     (tmp_path / "tokenizer.safetensors").write_bytes(b"broken")
@@ -425,6 +483,8 @@ def test_samples_that_cannot_be(tokenizer):
     with pytest.raises(ValueError, match="unconditional and reads no texts"):
         silent_.conditions_from_texts(["a bag"])
     assert plain.takes_texts and not silent_.takes_texts
+    with pytest.raises(ValueError, match=r"labels: \[1\] mean nothing to phenaki.* give texts"):
+        plain.conditions(1, (1,))
     with pytest.raises(ValueError, match="2 frames do not fit the temporal patch"):
         plain.conditions_from(frames(2))
     with pytest.raises(ValueError, match=r"frames are \(3, 16, 16\)"):
@@ -438,7 +498,7 @@ def run_of(model, **sections):
     return Run.model_validate({"name": "x", "system": "phenaki", "model": model} | sections)
 
 
-SILENT = {name: value for name, value in TINY.items() if name not in ("token_shape", "codebook_size")}
+SILENT = {name: value for name, value in TINY.items() if name not in ("token_shape", "codebook_size", "max_text_len")}
 
 
 def test_filled_in_from_tokenizer_and_cache(tokenizer):
@@ -449,11 +509,17 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((3, 2, 2), 64, 2)
     assert found.tokenizer.fingerprint == Pretrained(tokenizer).fingerprint and found.codes is None
     codes = Codes(kind="tokens", shape=(2, 2, 2), flips=1, scaling_factor=None, first_stage="abc", codebook_size=32,
-                  text=(4, 6))
+                  text=(4, 6), text_encoder="t5")
     cached = run_of(SILENT).model_copy(update={"data": run.data.model_copy(update={"codes": codes, "num_frames": 5})})
     found = Config.model_validate(recipe.check(cached, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((2, 2, 2), 32, 4)
     assert found.text_encodings_dim == 6 and found.codes.first_stage == "abc" and found.num_frames == 5
+    assert (found.max_text_len, found.text_encoder_fingerprint, found.codes.text_encoder) == (4, "t5", "t5")
+    with pytest.raises(ConfigError, match="max_text_len 5: .* of 4 tokens.* set model.max_text_len=4, or encode with"):
+        recipe.check(cached.model_copy(update={"model": SILENT | {"max_text_len": 5}}), Config)
+    hashes = Config.model_validate(recipe.check(
+        cached.model_copy(update={"model": SILENT | {"max_text_len": 5, "text_encodings_dim": None}}), Config).model)
+    assert (hashes.text_encodings_dim, hashes.max_text_len, hashes.text_encoder_fingerprint) == (None, 5, None)
     with pytest.raises(ConfigError, match="codebook_size 8192.*of a codebook of 32; set model.codebook_size=32"):
         recipe.check(cached.model_copy(update={"model": SILENT | {"codebook_size": 8192}}), Config)
     with pytest.raises(ValueError, match="holds no recipe.yaml"):
@@ -470,11 +536,15 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     ({"cond_drop_prob": 0}, {"sampler": "confidence", "guidance_scale": 3.0}, "model.cond_drop_prob=0.25"),
     ({"cond_drop_prob": 0}, {"sampler": "confidence"}, "no null text to draw without"),
     ({"unconditional": True}, {"sampler": "confidence", "prompts": ["a bag"]}, "reads none"),
-    ({}, {"sampler": "confidence", "num_frames": 7}, "places for 5 frames"),
+    ({}, {"sampler": "confidence", "labels": [1]}, "samples.labels=[1]: phenaki knows no classes; leave it out, and give"),
+    ({"tokenizer": None}, {"prompts": ["a bag"], "num_frames": 5},
+     "samples.prompts, samples.num_frames: no tokenizer is named that decodes what is drawn; set model.tokenizer.path"),
 ])
 def test_conflicts(changes, samples, words):
     """Oracle: a line that names the key and the remedy; none without the fault."""
     config = Config.model_validate(TINY | {"tokenizer": {"path": "x"}} | changes)
     assert any(words in line for line in config.conflicts(run_of({}, samples=samples)))
+    quiet = Config.model_validate(TINY | {"tokenizer": None})
+    assert quiet.conflicts(run_of({}, samples={"prompts": ["a bag"]}, every={"sample": 0})) == []
     fine = Config.model_validate(TINY | {"tokenizer": {"path": "x"}})
     assert fine.conflicts(run_of({}, samples={"sampler": "confidence", "guidance_scale": 3.0, "prompts": ["a"]})) == []

@@ -298,6 +298,7 @@ class Encoder:
         self.calls = []
 
     def to(self, device):
+        self.device = device
         return self
 
     def encode(self, captions):
@@ -331,6 +332,8 @@ def test_captions_are_encoded_where_texts_are_missing():
     with pytest.raises(ValueError, match="model.text_encoder"):
         build().encode(batch)
     build().encode(build().synthetic(2))         # no encoder is named, and none is asked for
+    system.encode(batch | {"image_embed": batch["image_embed"].to("meta")})        # captions stay on the host
+    assert system._encoder.device.type == "meta"
 
 
 def test_prompts_are_encoded_once():

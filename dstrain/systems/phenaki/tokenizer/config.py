@@ -3,19 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from dstrain import config
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.perceptual import REMEDY
+from dstrain.systems.phenaki.config import Section
 from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
-
-
-class Section(config.Section):
-    """A part of a recipe, in which a field's description is the line below it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Perceptual(Section):
@@ -151,6 +146,14 @@ class Config(Section):
         height, width = run.data.height or run.data.image_size, run.data.image_size
         return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
                 "channels": run.data.channels, **model}
+
+    def conflicts_at(self, stage: int) -> list[str]:
+        """What does not go with a ZeRO stage."""
+        penalty = self.discriminator and self.discriminator.penalty
+        if stage < 3 or not penalty or penalty.form != "exact":
+            return []
+        return [f"model.discriminator.penalty.form=exact needs whole weights, ZeRO stage {stage} scatters them: write "
+                "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
 
     def conflicts(self, run: config.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model, and what training needs beside it."""

@@ -75,7 +75,7 @@ class CViViT(nn.Module):
         """(B, T, C, H, W), and how many frames of each are real, int64 (B,)."""
         bias = self.spatial_rel_pos_bias(*self.grid)                                              # (heads, hw, hw)
         x = self._encode(video, frames, bias)
-        real = self._real(frames, x.shape[1])
+        real = real_frames(frames, self.temporal_patch_size, x.shape[1])
         found: Quantized = self.vq(x, real[:, :, None, None].expand(x.shape[:-1]).float())
         return Pass(self._decode(found.x, bias), found.tokens, *found[2:])
 
@@ -124,14 +124,15 @@ class CViViT(nn.Module):
         x = x.reshape(batch, count, h, w, deep, channels, s, s)
         return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * deep, channels, h * s, w * s)
 
-    def _real(self, frames: Tensor, count: int) -> Tensor:
-        """Which of `count` latent frames are real: bool (B, t)."""
-        return latent_frames(frames, self.temporal_patch_size)[:, None] > torch.arange(count, device=frames.device)
-
 
 def latent_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """How many latent frames are whole: int64 (B,) -> (B,)."""
     return 1 + (frames - 1) // temporal_patch_size
+
+
+def real_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
+    """Which of `count` latent frames are whole and hold no padding: int64 (B,) -> bool (B, count)."""
+    return torch.arange(count, device=frames.device) < latent_frames(frames, temporal_patch_size)[:, None]
 
 
 def covered(frames: Tensor, temporal_patch_size: int) -> Tensor:

@@ -26,7 +26,7 @@ from dstrain.nn.measures import codebook_usage, histogram, psnr, ssim
 from dstrain.nn.perceptual import Perceptual
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
-from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, covered, latent_frames
+from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, covered, real_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 _REMEDIES = {"discriminator": (
@@ -226,8 +226,7 @@ class TokenizerSystem(System):
         video, truth = ((x.clamp(-1, 1) + 1).flatten(0, 1) / 2 for x in (passed.video, example["x_start"]))
         likeness = {name: _mean(measure(video, truth).view(shown.shape), shown)
                     for name, measure in (("psnr", psnr), ("ssim", ssim))}
-        count = latent_frames(example["frames"], self.temporal_patch_size)
-        real = count[:, None] > torch.arange(passed.tokens.shape[1], device=count.device)         # (B, t)
+        real = real_frames(example["frames"], self.temporal_patch_size, passed.tokens.shape[1])   # (B, t)
         usage = histogram(passed.tokens, self.codebook_size, real[:, :, None, None].expand_as(passed.tokens))
         return terms | {"loss": self._distance(terms) + self._coding(terms)} | likeness | {"usage": usage}
 
