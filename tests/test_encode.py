@@ -67,6 +67,12 @@ def test_shards_hold_the_posterior(tmp_path, vae, images):
     np.testing.assert_allclose(index["statistics"]["channel_mean"], latents.mean((0, 1, 2, 4, 5)), atol=5e-3)
 
 
+def test_no_bar_off_a_terminal(tmp_path, vae, images, capsys):
+    """Oracle: a log's lines: a bar would write itself over and over into one."""
+    encode(order(tmp_path / "out", vae, images))
+    assert "image/s" not in capsys.readouterr().err
+
+
 def test_the_same_command_again(tmp_path, vae, images):
     """Oracle: the bytes of the first time: shards that are damaged or missing are made anew, the others not touched."""
     out = tmp_path / "out"

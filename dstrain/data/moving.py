@@ -27,8 +27,8 @@ _VERSION = 1                                      # of the clips, for the finger
 class MovingFashion:
     """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
 
-    num_frames, height, width: of the clips; the items are squares of two thirds of the shorter side, so that not most of
-    a clip is black. split: "train", "held_out".
+    num_frames, height, width: of the clips; items are squares of two thirds of the shorter side, so that not most of a
+    clip is black. split: "train", "held_out".
     """
 
     num_frames: int
