@@ -162,7 +162,8 @@ def test_several_parts(tmp_path):
         fitted(tmp_path / "out", system)
     consolidate(Order(tmp_path / "run", tmp_path / "first", "raw", first))
     (values, notes), = fitted(tmp_path / "first", system).values()
-    assert same(values, truth[first]["master"]) and notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
+    assert same(values, truth[first]["master"])
+    assert notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
 
 
 @pytest.mark.parametrize("shard_size", [10**9, 30_000])
@@ -450,9 +451,9 @@ def test_a_pickle_alters_no_reader(tmp_path):
             ("builtins", "dict"), ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "float32")]):
         for state in (b"N}\x8c\x0c__defaults__)s\x86", b"}\x8c\x0c__defaults__)s"):
             hostile = b"\x80\x04c" + f"{module}\n{name}\n".encode() + state + b"b."
-            with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / f"{number}.pt", "w") as target:
-                for info in source.infolist():
-                    target.writestr(info, hostile if info.filename.endswith("data.pkl") else source.read(info))
+            with zipfile.ZipFile(tmp_path / "a.pt") as whole, zipfile.ZipFile(tmp_path / f"{number}.pt", "w") as file:
+                for info in whole.infolist():
+                    file.writestr(info, hostile if info.filename.endswith("data.pkl") else whole.read(info))
             with pytest.raises(ValueError, match=f"{number}.pt"):
                 torch_files.load(tmp_path / f"{number}.pt")
     assert torch_files.load(tmp_path / "a.pt").value["w"].shape == (2,)

@@ -114,11 +114,14 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
     assert len(list(tmp_path.glob("*.json"))) == len(asked)
 
 
-def test_the_run_keeps_its_own_folder(run, tmp_path, evaluate):
-    """Oracle: the documented place, RUN/evaluation, and the bar's end on stderr."""
+def test_the_run_keeps_its_own_folder(run, tmp_path, evaluate, monkeypatch):
+    """Oracle: the documented place, RUN/evaluation, and the bar's end on a terminal alone."""
     copy = shutil.copytree(run, tmp_path / "copy")
     code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2)
-    assert code == 0 and only(copy / "evaluation")["samples"] == 3 and "100%" in err and "2/2" in err
+    assert code == 0 and only(copy / "evaluation")["samples"] == 3 and "%" not in err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2, "--out", tmp_path / "again")
+    assert code == 0 and "100%" in err and "2/2" in err
 
 
 # --------------------------------------------------------------------------------------------------------- other data
