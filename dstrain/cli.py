@@ -251,8 +251,6 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
         if run.init_from is not None and not folders.last_saved(run.directory) and not options.from_scratch:
             for _, changed in fitted(run.init_from, system).values():
                 remarks += [f"init_from: {change}" for change in changed if options.dry_run]
-        if run.init_from is None and run.model.get("train") == "critic" and not last_saved(run.directory):
-            remarks.append("model.train=critic without init_from: the critic judges what untrained weights draw")
         folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems

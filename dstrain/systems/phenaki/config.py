@@ -200,6 +200,9 @@ class Config(Section):
         if samples.guidance_scale != 1 and not self.has_null:
             problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                             "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25")
+        if self.train == "critic" and run.init_from is None:
+            problems.append("model.train=critic: the critic would judge what untrained weights draw: give the run of a "
+                            "trained MaskGit, init_from=RUN")
         prompts = getattr(samples, "prompts", None)
         if prompts and self.unconditional:
             problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "

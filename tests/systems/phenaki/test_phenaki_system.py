@@ -539,6 +539,7 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     ({}, {"sampler": "confidence", "labels": [1]}, "samples.labels=[1]: phenaki knows no classes; leave it out, and give"),
     ({"tokenizer": None}, {"prompts": ["a bag"], "num_frames": 5},
      "samples.prompts, samples.num_frames: no tokenizer is named that decodes what is drawn; set model.tokenizer.path"),
+    ({"critic": "token", "train": "critic"}, {}, "model.train=critic: the critic would judge what untrained weights draw"),
 ])
 def test_conflicts(changes, samples, words):
     """Oracle: a line that names the key and the remedy; none without the fault."""
