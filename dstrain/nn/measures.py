@@ -13,6 +13,11 @@ _WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01 ** 2, 0.03 ** 2
 _LEAST_ERROR = 1e-10                              # mean square: equal pictures have 100 dB
 
 
+def apart(theirs: Tensor, ours: Tensor) -> float:
+    """The largest difference relative to the largest of ours; 0 between zeros, which untrained networks may give."""
+    return float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo(ours.dtype).tiny))
+
+
 def psnr(picture: Tensor, truth: Tensor) -> Tensor:
     """10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
     error = (picture - truth).square().flatten(1).mean(1)

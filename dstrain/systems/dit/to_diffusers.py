@@ -25,6 +25,7 @@ from dstrain.diffusion.gaussian import at_boundary
 from dstrain.diffusion.published import even_steps, scheduler_arguments
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
+from dstrain.nn.measures import apart
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
@@ -115,13 +116,13 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
     t = torch.linspace(0, last, len(key), device=device)
     t = t.long() if config.objective == "diffusion" else t
     x, y = draws.normal(key, "start", system.shape), draws.integers(key, "label", config.num_classes)
-    found = {"with label": _apart(theirs(x, t, y).sample, nets["denoiser"](x, t, y))}
+    found = {"with label": apart(theirs(x, t, y).sample, nets["denoiser"](x, t, y))}
     if config.class_dropout_prob:
         ours = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
-        found["without label"] = _apart(theirs(x, t, torch.full_like(y, null)).sample, ours)
+        found["without label"] = apart(theirs(x, t, torch.full_like(y, null)).sample, ours)
     chain = _pipeline if _is_pipeline(system) else _flow if config.objective == "flow" else _ddim
     few = slice(_IN_CHAIN)
-    return found | {"chain": _apart(*chain(system, nets["denoiser"], theirs, folder, x[few], y[few]))}
+    return found | {"chain": apart(*chain(system, nets["denoiser"], theirs, folder, x[few], y[few]))}
 
 
 def _pipeline(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: Tensor,
@@ -182,10 +183,6 @@ def _guided_theirs(theirs: nn.Module, y: Tensor, scale: float) -> Callable[[Tens
 
 def _scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
-
-
-def _apart(theirs: Tensor, ours: Tensor) -> float:
-    return float((theirs - ours).abs().max() / ours.abs().max())
 
 
 # -------------------------------------------------------------------------------------------------- what is expressible

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dstrain import draws
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.nn.measures import apart
 from dstrain.systems.base import Example
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
@@ -88,7 +89,7 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
         conditions["low_res"] = draws.normal(key, "low_res", small)
     ours, given = system.network(nets, conditions), _given(system, theirs, conditions)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
-    found = {"prediction": _apart(given(x, t), ours(x, system.diffusion.times(t)))}
+    found = {"prediction": apart(given(x, t), ours(x, system.diffusion.times(t)))}
 
     x, conditions = x[:_IN_CHAIN], {name: value[:_IN_CHAIN] for name, value in conditions.items()}
     ours, given = system.network(nets, conditions), _given(system, theirs, conditions)
@@ -100,7 +101,7 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
         out = given(walked, t.to(x.device).expand(len(x)))[:, :config.in_channels]
         walked = scheduler.step(out, t, walked, use_clipped_model_output=True).prev_sample
     expected = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), ours, x, clip_denoised=True)
-    return found | {"chain": _apart(walked, expected)}
+    return found | {"chain": apart(walked, expected)}
 
 
 def _given(system: IDDPMSystem, unet: nn.Module,
@@ -112,10 +113,6 @@ def _given(system: IDDPMSystem, unet: nn.Module,
             x = torch.cat((x, stretched), dim=1)
         return unet(x, t, class_labels=conditions.get("label")).sample
     return output
-
-
-def _apart(theirs: Tensor, ours: Tensor) -> float:
-    return float((theirs - ours).abs().max() / ours.abs().max())
 
 
 def _is_pipeline(system: IDDPMSystem) -> bool:

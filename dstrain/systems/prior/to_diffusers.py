@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from dstrain import draws
 from dstrain.diffusion.published import PREDICTIONS
+from dstrain.nn.measures import apart
 from dstrain.systems.base import Example
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
@@ -73,18 +74,14 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     x_t = system.diffusion.q_sample(example["x_start"], t, draws.normal(example["key"], "noise", system.shape))
     said = system.said(example, torch.zeros(count, dtype=torch.bool, device=device))
     texts = (said["text_embed"], said.get("text_encodings"), said["text_mask"])
-    found = {"with text": _apart(theirs(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **said))}
+    found = {"with text": apart(theirs(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **said))}
     if "dropped" in said:
         null = {name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
                 for name, value in load_file(folder / _NULL).items()}
         texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(said["text_mask"]))
         ours = nets["denoiser"](x_t, t, **said | {"dropped": ~said["dropped"]})
-        found["without text"] = _apart(theirs(x_t, t, *texts)[0], ours)
+        found["without text"] = apart(theirs(x_t, t, *texts)[0], ours)
     return found
-
-
-def _apart(theirs: Tensor, ours: Tensor) -> float:
-    return float((theirs - ours).abs().max() / ours.abs().max())
 
 
 def _require(config: Config) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
+from dstrain.nn.measures import apart
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
@@ -63,9 +64,5 @@ def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, exampl
     codes = system.codes(nets, example)
     mean, std = posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
-    return {"mean": _apart(mean, codes["latent_mean"]), "std": _apart(std, codes["latent_std"]),
-            "decoded": _apart(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
-
-
-def _apart(theirs: Tensor, ours: Tensor) -> float:
-    return float((theirs - ours).abs().max() / ours.abs().max())
+    return {"mean": apart(mean, codes["latent_mean"]), "std": apart(std, codes["latent_std"]),
+            "decoded": apart(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
