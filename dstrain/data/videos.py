@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
 from dstrain.data.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
-from dstrain.data.images import Names, class_folders, few, is_held, list_folder, of_each, weighed
+from dstrain.data.images import Names, few, is_held, list_folder, of_each, weighed
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 

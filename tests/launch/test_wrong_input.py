@@ -10,7 +10,6 @@ import time
 import pytest
 from PIL import Image
 
-from dstrain.systems.dit.config import Config
 from tests.support.launch import ROOT, here
 
 SCRIPT = ROOT / "launch" / "train.py"
