@@ -135,6 +135,15 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
     return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
 
 
+def described(path: Path, root: Path, overrides: Sequence[str]) -> Run:
+    """The Run of a recipe, checked but for its data, which need not be here. ConfigError, ValueError: every fault."""
+    run = recipe.load(_find("--recipe", path, _DEFAULT_RECIPE, root), overrides)
+    run = recipe.check(run.model_copy(update={"data": _data(run)}), systems.config_class(run.system))
+    if problems := _conflicts(run):
+        raise ConfigError(*problems)
+    return run
+
+
 def describe(job: Job) -> str:
     """The whole recipe and the DeepSpeed settings, each in its own language."""
     return f"# recipe\n{recipe.dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
@@ -143,10 +152,13 @@ def describe(job: Job) -> str:
 def run_main(main: Callable[[], None]) -> None:
     """Runs a script's main; a fault that a user can mend becomes one message on stderr, without traceback.
 
-    Exit code 2 for wrong input, 3 for training that has diverged.
+    Exit code 2 for wrong input, 3 for training that has diverged. A rank that has lost the others ends at once.
     """
     try:
         main()
+    except KeyboardInterrupt:                      # training itself hears Ctrl-C, saves and ends in its own way
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except FloatingPointError as error:
         _report(error)
         raise SystemExit(3) from None
@@ -155,6 +167,10 @@ def run_main(main: Callable[[], None]) -> None:
             raise
         _report(error)
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if ranks.lost(error):
+            ranks.end(error)
+        raise
 
 
 def _report(error: Exception) -> None:
@@ -230,13 +246,13 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
     """What only shows when the data are listed and the folder's earlier run is read; on rank 0, since it takes time."""
     from dstrain import folders
     from dstrain.weights import fitted
-    from dstrain.data.sources import open_sources
+    from dstrain.data.sources import is_embeddings, open_sources
 
     try:
         source, unseen = open_sources(run.data, verify=True)
         if run.save.best and unseen is None:
-            return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.held_out=0.02, or "
-                    "data.held_out_path"]
+            remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
+            return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}"]
         system = systems.build(run.system, run.model)
         if run.data.flip and system.takes_texts and getattr(source, "captioned", False):
             return [f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample would "
@@ -251,7 +267,8 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
         if run.init_from is not None and not folders.last_saved(run.directory) and not options.from_scratch:
             for _, changed in fitted(run.init_from, system).values():
                 remarks += [f"init_from: {change}" for change in changed if options.dry_run]
-        folders.check(run, source.fingerprint(), from_scratch=options.from_scratch, allow_change=options.allow_change)
+        found = system.fingerprint(source)
+        folders.check(run, found, from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems
     except ValueError as error:

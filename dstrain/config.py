@@ -202,6 +202,7 @@ class Save(Section):
     keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
     keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
     best: bool = False                       # also save and keep the step of the lowest held-out loss of the EMA
+    asynchronous: bool = True                # training waits for a copy in the host's memory only; not with deepspeed
 
 
 class Samples(Section):
@@ -239,6 +240,8 @@ class Track(Section):
 class Faults(Section):
     max_skipped: PositiveInt = 20            # non-finite steps in a row after which the run ends
     orphan_check: bool = True                # save and end when the launcher has gone
+    timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30    # a rank that waits longer for another ends; longer
+                                             # than what one does while others wait: listing data, compiling, saving
 
 
 class Run(Section):

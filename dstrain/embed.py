@@ -65,8 +65,12 @@ def embed(order: Order) -> dict[str, Any]:
     ConfigError, ValueError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
     other embeddings.
     """
-    encoders = Encoders(ImageEncoder(order.image_encoder).to(ranks.device()),
-                        TextEncoder(order.text_encoder, order.max_text_len).to(ranks.device()))
+    try:
+        encoders = Encoders(ImageEncoder(order.image_encoder).to(ranks.device()),
+                            TextEncoder(order.text_encoder, order.max_text_len).to(ranks.device()))
+    except ValueError as error:
+        key, _, said = str(error).partition(":")
+        raise ConfigError(f"--{key.replace('_', '-')}:{said}") from None
     source = open_captioned(order.data, encoders.image.image_size)
     plan = _plan(order, encoders, source)
     count = -(-plan["pairs"] // order.shard_size)
@@ -100,7 +104,8 @@ def _plan(order: Order, encoders: Encoders, source: Any) -> dict[str, Any]:
     return {**kept, "pairs": len(source), "image_embed_dim": encoders.image.embed_dim,
             "text_embed_dim": encoders.text.embed_dim, "max_text_len": encoders.text.max_length,
             "text_encodings_dim": encoders.text.encodings_dim, "image_encoder": seen,
-            "text_encoder": encoders.text.fingerprint(), "data": source.fingerprint(), "complete": False}
+            "text_encoder": encoders.text.fingerprint(), "complete": False,
+            "data": ranks.from_first(source.fingerprint() if ranks.rank() == 0 else None)}
 
 
 def _claimed(out: Path) -> Any:
@@ -117,7 +122,8 @@ def _prepared(order: Order, plan: dict[str, Any]) -> str | None:
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
             apart = [f"{key} {there.get(key)} there, {value} here" for key, value in plan.items()
-                     if key != "complete" and there.get(key) != value]
+                     if key != "complete" and there.get(key) != value
+                     and not (key == "data" and folders.same_data(str(there.get(key)), value))]
         except (OSError, ValueError, AttributeError):
             return (f"--out {path} is damaged: delete it if {order.out} is of the same embeddings, or name another "
                     "folder")

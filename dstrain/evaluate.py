@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dstrain import __version__, ranks, runs, systems
 from dstrain.config import ConfigError, Run
 from dstrain.data.batches import held_out
+from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import open_images
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
@@ -45,7 +46,7 @@ class Order:
     raw: bool = False                             # the training weights instead of an average
     step: int | None = None                       # checkpoint; None: the newest whole one
     batch: int = 32                               # samples of one rank at a time
-    data: str | None = None                       # another folder of images or videos, all of it
+    data: str | None = None                       # another folder of images, videos or pairs, all of it
     bf16: bool = False                            # networks in bf16 instead of float32
     out: Path | None = None                       # None: FOLDER/evaluation
 
@@ -211,11 +212,14 @@ def _source(order: Order, run: Run, classes: int | None) -> Any:
 
 def _other_data(order: Order, run: Run, classes: int | None) -> Any:
     path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
+    pairs = "image_embed_dim" in run.model
     if order.split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {order.split}")
     if path.startswith("builtin:"):
-        raise ConfigError(f"--data {path}: name a folder of images")
+        raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
     try:
+        if pairs:
+            return open_pairs(path, data.splits, "all")
         if data.num_frames is not None:                                  # with captions of their own
             return open_sources(data.model_copy(update={"path": path, "held_out": 0.0, "held_out_path": None,
                                                         "images": None, "captions": None}))[0]

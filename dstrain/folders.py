@@ -26,6 +26,9 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
         raise ConfigError(f"folder={folder} is a file; name a folder")
     if from_scratch or not folder.exists():
         return
+    if (folder / "checkpoints" / "step_00000000").is_dir():
+        raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
+                          f"folder= with init_from={folder}")
     if not (folder / "run.yaml").exists():
         strangers = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
         if strangers:
@@ -42,10 +45,15 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
     if changes:
         raise refusals(changes, folder / "run.yaml")
     known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
-    if known != fingerprint:
+    if not same_data(known, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
                           f"{known!r} before; put the files back, name another folder=, or accept the change with "
                           "--allow-change")
+
+
+def same_data(known: str, fingerprint: str) -> bool:
+    """Whether what was written down once is of the same data. Earlier versions said less: the beginning of today's."""
+    return f"{fingerprint} ".startswith(f"{known} ")
 
 
 def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
@@ -53,13 +61,15 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
 
     Ranks of an earlier command may still be saving: they are waited for, `patience` seconds. Raises ConfigError then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a", encoding="utf-8")
     end = time.monotonic() + patience
+    file = _lock(folder)
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()                             # who held it has taken the folder away
+            file = _lock(folder)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ConfigError(busy or f"folder={folder}: another process trains in it; name another folder=, or "
@@ -67,6 +77,18 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
             time.sleep(0.5)
         except OSError:                              # a file system without locks
             return file
+
+
+def _lock(folder: Path) -> IO[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return open(folder / ".lock", "a", encoding="utf-8")
+
+
+def let_go(folder: Path) -> None:
+    """Takes away a folder that holds nothing but a claim; on rank 0 only."""
+    if [path.name for path in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
 
 
 def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:

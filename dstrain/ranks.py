@@ -6,7 +6,13 @@ process group itself is started by dstrain/engine/.
 
 import functools
 import itertools
+import os
+import socket
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -63,16 +69,77 @@ def leave(seconds: float = 60.0) -> None:
         pass
 
 
+def lost(error: BaseException) -> str | None:
+    """What a rank says that can no longer speak with the others; None for any other error."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+        return None
+    if not started():
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        happened = (f"has not met the other ranks at {at} within faults.timeout_minutes: that address is not reached, "
+                    "or one of them has not come and says why itself")
+    elif "timed out" in text.lower() or "timeout" in text.lower():
+        happened = ("no longer hears from another rank: that rank, its machine or the network between them has failed, "
+                    "or it was busy for longer than faults.timeout_minutes")
+    else:
+        happened = "has lost its connection to another rank, which has ended: what that one says comes first"
+    return (f"rank {place().rank} on {socket.gethostname()} {happened}. What was saved is whole; mend the cause, and "
+            "the same command goes on")
+
+
+def fall(error: BaseException, seconds: float = 60.0) -> str:
+    """Called by a rank that goes down with an error: one line that says so.
+
+    What it then waits for may never come: a thread that speaks with the others, a file system beyond the broken link.
+    So it ends after `seconds` at the latest.
+    """
+    if world() > 1:
+        last = threading.Timer(seconds, end, (error,))
+        last.daemon = True
+        last.start()
+    return lost(error) or f"rank {place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def end(error: BaseException) -> None:
+    """Ends this process with an error's traceback and exit code 1, and waits for no thread and no group."""
+    try:
+        traceback.print_exception(error)
+        print(f"error: {lost(error) or error}", file=sys.stderr, flush=True)
+    finally:                                                  # who would read it may be gone, too
+        os._exit(1)
+
+
 @functools.cache
 def _times() -> Iterator[int]:
     """Numbers the farewells of this process."""
     return itertools.count()
 
 
-@functools.cache
+def new_group() -> dist.ProcessGroup | None:
+    """A group for words on the host: gloo, so that none waits for the GPU's queue. All ranks make it together."""
+    return dist.new_group(backend="gloo") if world() > 1 else None
+
+
+@contextmanager
+def speaking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What this thread says to other ranks goes over a group of its own, never between another thread's words."""
+    _speech.group = group
+    try:
+        yield
+    finally:
+        _speech.group = None
+
+
 def _control() -> dist.ProcessGroup | None:
-    """The group for words on the host: gloo, so that none waits for the GPU's queue. All ranks make it together."""
-    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return getattr(_speech, "group", None) or _usual_control()
+
+
+@functools.cache
+def _usual_control() -> dist.ProcessGroup | None:
+    return None if dist.get_backend() == "gloo" else new_group()
+
+
+_speech = threading.local()
 
 
 def agree(flag: bool) -> bool:

@@ -39,13 +39,15 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     return newest[1]
 
 
-def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool = False) -> dict[str, str]:
+def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool = False,
+          every: bool = False) -> dict[str, str]:
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
+    Parts without averages, such as a discriminator, only teach others: they are left out, unless `every` is wanted.
     ValueError: there is no such average.
     """
     return {part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
-            for part in system.parts}
+            for part in system.parts if every or part in system.averaged}
 
 
 def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype) -> dict[str, nn.Module]:

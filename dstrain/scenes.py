@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dstrain import draws
 from dstrain.config import ConfigError, Data
 from dstrain.data.clips import PICTURES, VIDEOS, Cut, read_clip
+from dstrain.data.pixels import samples_of, written
 from dstrain.sampling import draw_all
 from dstrain.systems.base import Request, System
 
@@ -89,8 +90,7 @@ def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> 
     K is `given`; or, unless `exactly` so many are wanted, the most 1 + m * unit that all clips have. ConfigError names
     the file that cannot be read, is too short or of another size.
     """
-    made = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
-    path = made[-1] if made else path
+    path = written(path)
     if path.suffix == ".npz":
         clips = list(_of_npz(path, data))
     else:
@@ -123,11 +123,9 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
 
 def _of_npz(path: Path, data: Data) -> Iterator[Tensor]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            array = file["arr_0"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--prime {path} cannot be read ({type(error).__name__}): give an .npz that "
-                          "launch/generate.py has written") from None
+        array = samples_of(path)
+    except ValueError as error:
+        raise ConfigError(f"--prime {error}") from None
     array = array[:, None] if array.ndim == 4 else array
     size = _size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):

@@ -2,7 +2,8 @@
 
 A handler only sets a flag; the loop agrees on it once a step, so that all ranks save the same step and end together.
 DeepSpeed's launcher leaves its ranks behind when it is killed: a rank that was started by one looks, each step, whether
-its launchers are still there. A second Ctrl-C ends at once, without saving.
+its launchers are still there; on another machine the ssh session stands for the one that is out of sight. A second
+Ctrl-C ends at once, without saving.
 """
 
 import os
@@ -12,6 +13,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
+_REMOTE = "deepspeed.launcher.launch"
 _SHELLS = ("sh", "bash", "dash", "zsh")
 
 
@@ -52,12 +54,34 @@ class Stops:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The unbroken line of launcher processes above this one, as (pid, start time)."""
+    """The unbroken line of launcher processes above this one, as (pid, start time).
+
+    `deepspeed --hostfile` has sshd start a shell that runs deepspeed.launcher.launch, or becomes it, and sshd's process
+    for this session ends with its connection. A session in which someone has typed `deepspeed` may be closed: there
+    another launcher, or a shell that was told nothing of this one, stands between.
+    """
     found, pid = [], os.getppid()
     while pid > 1 and any(word in _command(pid) for word in _LAUNCHERS):
         found.append((pid, _identity(pid)))
         pid = _parent(pid)
+    if found and _REMOTE in " ".join(_words(found[-1][0])):
+        if _is_shell(pid) and _REMOTE in " ".join(_words(pid)):
+            pid = _parent(pid)
+        if " ".join(_words(pid)).startswith("sshd"):
+            found.append((pid, _identity(pid)))
     return found
+
+
+def _is_shell(pid: int) -> bool:
+    return Path(" ".join(_words(pid)[:1])).name.removeprefix("-") in _SHELLS
+
+
+def _words(pid: int) -> list[str]:
+    """A process's command line; [] where /proc is not there."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def _command(pid: int) -> str:
@@ -65,12 +89,8 @@ def _command(pid: int) -> str:
 
     "" where /proc is not there, and for a shell: its script may be called deepspeed.sh, yet it launches no ranks.
     """
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    names = [Path(word).name for word in words[:4]]           # an environment, too, may be called deepspeed
-    return "" if names[0].removeprefix("-") in _SHELLS else " ".join(names)
+    names = [Path(word).name for word in _words(pid)[:4]]     # an environment, too, may be called deepspeed
+    return "" if _is_shell(pid) else " ".join(names)
 
 
 def _stat(pid: int) -> list[str]:

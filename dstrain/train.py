@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain import draws, folders, ranks, systems
+from dstrain import draws, folders, hosts, ranks, systems
 from dstrain.config import Run
 from dstrain.clock import Clock
 from dstrain.data.batches import Batches, held_out
@@ -45,7 +45,8 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
 
 
 def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -> int:
-    start()
+    start(run.faults.timeout_minutes)
+    hosts.check(run, settings)                                    # before anything is moved or written
     source, unseen = open_sources(run.data)
     if ranks.rank() == 0 and options.from_scratch:
         folders.set_aside(folder)
@@ -58,10 +59,11 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
     notes = [f"note: {remark}" for remark in remarks(settings, ranks.device().type)]
-    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append)
+    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
+                        saved=lambda step: folders.note_saved(folder, step))
     first = begin(run, engines, ema, saves, system, notes)
     if ranks.rank() == 0:
-        folders.write_down(run, settings, source.fingerprint())
+        folders.write_down(run, settings, system.fingerprint(source))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=ranks.rank(),
                       world=ranks.world(), num_workers=run.data.workers, device=ranks.device(), folder=folder,
@@ -69,15 +71,17 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for note in notes:
         tracker.note(note)
-    saves.report = tracker.note
+    saver = saves.saver
+    saver.report = tracker.note
     clock = Clock(run, first, lambda: batches.wait_seconds, engines.skipped())
-    done = saved = first
+    done = first
     try:
         for step in range(first, run.steps):
             take_step(step, run, system, engines, batches, tracker)
             ema.update(step, engines.applied())
             clock.step(all(engines.applied().values()))
             done = step + 1
+            saver.look()
             stop = ranks.agree(stops.requested())                 # a signal anywhere stops everyone together
             last = stop or done == run.steps
             if due(run.every.report, done) or last:
@@ -91,22 +95,23 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
                     scores, curves = held_out_scores(run, system, engines, ema, unseen, micro)
                     tracker.scores(done, scores, curves)
                     score = scores["loss"] if run.save.best else None
-                    best = score is not None and saves.improves(score)
+                    best = score is not None and saver.improves(score)
             if due(run.every.save, done) or last or best:
                 with clock.paused():
-                    if saves.save(done, last, score):
-                        saved = done
-                        if ranks.rank() == 0:
-                            folders.note_saved(folder, done)
+                    saves.save(done, last, score)                 # training goes on while it is written
             if stop:
                 stops.settle()
                 break
-        if first < saved == run.steps:
-            at = saves.store.folder / f"step_{saved:08d}"
+        if first < saver.newest == run.steps:
+            at = saves.store.folder / f"step_{run.steps:08d}"
             tracker.model(done, lambda into: write_parts(at, system.averaged or engines, run.samples.ema, into))
-        tracker.note(farewell(run, folder, first, done, saved, stops))
+        tracker.note(farewell(run, folder, first, done, saver.newest, stops))
         ranks.leave()                                             # still deaf to signals: all is saved
+    except RuntimeError as error:
+        tracker.note(ranks.fall(error))
+        raise
     finally:
+        saver.close()
         batches.close()
         tracker.close()
         stops.restore()
@@ -118,9 +123,9 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
     seen: list[dict[str, Tensor]] = []
     for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
-        draws.seed_torch(run.seed, step, micro * ranks.world() + ranks.rank())     # dropout is torch's own
         with torch.no_grad():
-            example = system.encode(batch)                        # frozen encoders
+            example = system.encode(batch)                        # frozen encoders; building one draws random weights
+        draws.seed_torch(run.seed, step, micro * ranks.world() + ranks.rank())     # dropout is torch's own
         for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
             with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
                 terms = system.loss(part, nets, example)
@@ -159,6 +164,7 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
     wanted = run.samples
     chunk = min(chunk, -(-wanted.num // ranks.world()))
     shown: dict[str, Tensor] = {}
+    columns = None                                                # the same of all grids: what belongs together aligns
     if system.starts_from_data:
         shown = next(held_out(source, min(wanted.num, len(source)), seed=run.seed))           # the same on every rank
     with ema.swapped(wanted.ema):
@@ -174,10 +180,11 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
             request = Request(wanted.seed + torch.arange(num), conditions, wanted.num_steps, wanted.sampler,
                               wanted.guidance_scale, wanted.num_frames)
             images = draw_all(system, engines.modules, request, chunk)
-            tracker.samples(done, images, columns=class_columns(request), captions=captions)
+            columns = class_columns(request)
+            tracker.samples(done, images, columns=columns, captions=captions)
         if shown:
             for name, images in picture_all(system, engines.modules, shown, chunk).items():
-                tracker.samples(done, images, name)
+                tracker.samples(done, images, name, columns)
 
 
 def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,

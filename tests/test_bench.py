@@ -31,3 +31,12 @@ def test_the_script():
                    "--ds_config", ROOT / "ds_configs/zero2_fp32.json")
     for name in ("dstrain / plain", "plain samples/s", "dstrain share of matmul"):
         assert name in said
+
+
+def test_the_script_for_saves(tmp_path):
+    """Oracle: the names of its docstring, a GB figure of four values of four bytes for each weight; nothing is left."""
+    said = printed(ROOT / "launch/bench_save.py", "--recipe", ROOT / "tests/launch/tiny.yaml",
+                   "--ds_config", ROOT / "ds_configs/zero2_fp32.json", f"folder={tmp_path / 'run'}")
+    for name in ("stall / copy", "stall / torch.save", "save / raw write", "step beside / step"):
+        assert name in said
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import pickle
 import shutil
 import tarfile
 from pathlib import Path
@@ -158,6 +159,33 @@ def test_unfinished_and_other_embeddings_are_refused(tmp_path, tower):
         embed.embed(order(data, data, tower))
     with pytest.raises(ValueError, match="no image with a caption"):
         embed.embed(order(tmp_path / "new", other, tower))
+
+
+def test_other_pairs_of_the_same_names(tmp_path, tower):
+    """Oracle: the bytes of the first time, kept for a copied folder and what an earlier version wrote down alone."""
+    data, out = pairs(tmp_path / "data"), tmp_path / "out"
+    embed.embed(order(out, data, tower))
+    shutil.copytree(data, tmp_path / "copy", copy_function=shutil.copyfile)
+    plan = json.loads((out / "pairs.json").read_text())
+    earlier = plan | {"data": plan["data"].split(" bytes=")[0]}
+    assert earlier != plan
+    (out / "pairs.json").write_text(json.dumps(earlier))
+    embed.embed(order(out, tmp_path / "copy", tower))
+    assert json.loads((out / "pairs.json").read_text()) == plan
+    before = files(out)
+    (data / "part0" / "002.txt").write_text("another text")
+    picture(3, 40, 40).save(tmp_path / "copy" / "part1" / "003.png")
+    for changed in (data, tmp_path / "copy"):
+        with pytest.raises(ConfigError, match="holds other embeddings: data captioned n=11 .* there, captioned n=11 "):
+            embed.embed(order(out, changed, tower))
+    assert files(out) == before
+    said = []
+    for text in ("the cat", "the dog"):          # tar members of the same sizes and places
+        (data / "part0" / "002.txt").write_text(text)
+        source = open_captioned(tars(tmp_path / text, data), 16)
+        assert len(pickle.loads(pickle.dumps(source))) == COUNT
+        said.append(source.fingerprint())
+    assert said[0] != said[1] and said[0].split(" captions=")[0] == said[1].split(" captions=")[0]
 
 
 def test_unreadable_pairs(tmp_path, tower):

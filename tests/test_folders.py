@@ -132,6 +132,8 @@ def test_other_data(begun):
     text = refusal(run(begun), "images: 61")
     assert "'images: 61' now" in text and "'images: 60' before" in text and "--allow-change" in text
     check(run(begun), "images: 61", allow_change=True)
+    check(run(begun), "images: 60 bytes=7")       # an earlier version said less
+    refusal(run(begun), "images: 600")
     (begun / "data.txt").unlink()
     check(run(begun), "images: 61")
 
@@ -246,3 +248,27 @@ def test_a_folder_is_waited_for(tmp_path):
     threading.Timer(0.2, held.close).start()
     folders.claim(tmp_path, patience=30).close()
     assert 0.15 < time.monotonic() - begin < 10
+
+
+def test_a_claim_waits_for_one_who_takes_the_folder_away(tmp_path):
+    """Oracle: a third command, which is refused: who waited while the folder went holds the one that is there now."""
+    folder = tmp_path / "run"
+    held, got = folders.claim(folder), []
+    waiting = threading.Thread(target=lambda: got.append(folders.claim(folder, patience=30)))
+    waiting.start()
+    time.sleep(0.2)
+    folders.let_go(folder)
+    assert not folder.exists()
+    held.close()
+    waiting.join()
+    with pytest.raises(ConfigError, match="another process trains in it"):
+        folders.claim(folder, patience=0)
+    got[0].close()
+
+
+def test_only_an_empty_folder_is_let_go(tmp_path):
+    """Oracle: its files: with anything beside the claim it stays as it is."""
+    with folders.claim(tmp_path / "run"):
+        (tmp_path / "run" / "run.yaml").touch()
+        folders.let_go(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}

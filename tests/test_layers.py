@@ -18,13 +18,13 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 BASE = ("config", "ranks", "draws")
 RULES = {
     "config": (), "ranks": ("place",), "draws": (), "stops": (), "recipe": ("config",), "clock": ("config",),
-    "folders": ("config", "recipe"), "options": ("config",),
+    "folders": ("config", "recipe"), "hosts": ("config", "ranks", "recipe", "folders"), "options": ("config",),
     "nn": BASE, "diffusion": BASE, "encoders": (*BASE, "nn", "diffusion"),
     "systems": ("systems.base",), "systems.base": (),
     "engine": ("config", "ranks", "recipe", "__version__"),
     "data": ("config", "ranks", "draws"), "data.builtin.make_emoji_pairs": ("encoders",), "track": ("config", "ranks"),
     "card": ("config", "recipe", "engine.manifest", "__version__"),
-    "scenes": ("config", "draws", "data.clips", "sampling", "systems.base"),
+    "scenes": ("config", "draws", "data.clips", "data.pixels", "sampling", "systems.base"),
     "written": ("config", "ranks", "scenes", "track"),
     "sampling": ("ranks", "systems.base"), "place": (),
     "weights": ("engine.checkpoint", "engine.manifest", "engine.store", "systems.base"),
@@ -34,12 +34,12 @@ RULES = {
     "cli": (*BASE, "recipe", "systems", "folders", "options", "data.sources", "engine.settings", "weights"),
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
-A_VERB = (*BASE, "recipe", "clock", "folders", "stops", "sampling", "weights", "runs", "systems", "systems.base",
-          "engine", "data", "track", "encoders", "card", "scenes", "written", "first_stage", "encode_plan",
+A_VERB = (*BASE, "recipe", "clock", "folders", "hosts", "stops", "sampling", "weights", "runs", "systems",
+          "systems.base", "engine", "data", "track", "encoders", "card", "scenes", "written", "first_stage", "encode_plan",
           "place", "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "embed", "consolidate", "export", "plan", "bench")
+VERBS = ("train", "generate", "evaluate", "encode", "embed", "consolidate", "export", "adopt", "plan", "bench")
 A_SCRIPT = ("cli", "options", "ranks", "engine.engines", *VERBS)
-A_BENCH = (*A_SCRIPT, "data", "diffusion", "draws", "engine", "track", "systems.phenaki")     # bench*.py time inner parts
+A_BENCH = (*A_SCRIPT, "config", "data", "diffusion", "draws", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
@@ -52,7 +52,8 @@ OWNERS = {
 
 # What may be called while a module is imported: it makes a value and does no work.
 VALUES = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "dict.fromkeys", "Path", "TypeVar", "np.uint64",
-          "Field", "field", "ConfigDict", "torch.device", "_class.add_implicit_resolver"}
+          "Field", "field", "ConfigDict", "torch.device", "threading.local",
+          "_class.add_implicit_resolver"}
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 
 

@@ -1,5 +1,8 @@
 """Where a process stands, and the few words that ranks exchange."""
 
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from dstrain import ranks
 from dstrain.place import Place
 from tests.support import gloo
+from tests.support.launch import environment, free_port
 
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
          "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -154,3 +158,69 @@ def test_nobody_leaves_before_all_are_out(tmp_path):
     """Oracle: one clock for both processes: rank 0 may not end while rank 1 has not come out of the last barrier."""
     (out, end), (late, last) = gloo.run(tmp_path, left)
     assert out < late - 0.5 and late <= end and late <= last, "rank 0 ended while rank 1 was among ranks"
+
+
+# A rank whose thread waits for ever, as one that speaks with ranks that are gone: it falls, and is ended all the same.
+FALLEN = """
+import sys, threading, torch.distributed as dist
+from dstrain import ranks
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, int(sys.argv[2]) == 0)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2, timeout=ranks.timedelta(seconds=2))
+ranks.barrier()
+if ranks.rank() == 1:
+    threading.Event().wait(60)                        # alive and silent
+try:
+    ranks.agree(False)
+except RuntimeError as error:
+    threading.Thread(target=threading.Event().wait).start()
+    print(ranks.fall(error, 0.5), flush=True)
+    if sys.argv[3] == "end":
+        ranks.end(error)
+    raise
+"""
+
+
+@pytest.mark.parametrize("ending", ["end", "fall"])
+def test_a_rank_that_hears_nothing_ends(ending):
+    """Oracle: the clock and the exit code: a peer that is silent, and a thread that never ends, hold nobody back."""
+    port, began = free_port(), time.monotonic()
+    silent, rank = (subprocess.Popen([sys.executable, "-c", FALLEN, str(port), str(number), ending], text=True,
+                                     env=environment(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0"),
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE) for number in (1, 0))
+    try:
+        said, errors = rank.communicate(timeout=55)
+        assert rank.returncode == 1 and silent.poll() is None, f"{time.monotonic() - began} s\n{errors}"
+    finally:
+        for process in (silent, rank):
+            process.kill()
+            process.communicate()
+    line = f"rank 0 on {socket.gethostname()} no longer hears from another rank"
+    assert said.startswith(line) and said.count("\n") == 1
+    assert "Traceback" in errors and f"error: {line}" in errors
+
+
+@pytest.mark.parametrize("error, expected", [
+    (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for recv"), "no longer hears"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242"), "has lost its conn"),
+    (RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier; Gloo timeout"), "no longer hears"),
+    (torch.distributed.DistBackendError("NCCL error: unhandled system error"), "has lost its conn"),
+    (torch.distributed.DistStoreError("wait timeout after 60000ms, keys: /dstrain/all_out/0"), "no longer hears"),
+    (torch.distributed.DistNetworkError("The client socket has timed out after 24000ms"), "no longer hears"),
+    (RuntimeError("CUDA error: an illegal memory access"), None), (torch.OutOfMemoryError("CUDA out of memory"), None),
+    (ValueError("gloo"), None), (OSError("[Errno 28] No space left on device"), None),
+], ids=str)
+def test_lost(monkeypatch, error, expected):
+    """Oracle: what gloo, NCCL and the store say when a peer is silent or gone, and errors that are no peer's."""
+    monkeypatch.setattr(ranks, "started", lambda: True)
+    said = ranks.lost(error)
+    assert said is None if expected is None else expected in said and "the same command goes on" in said
+
+
+def test_a_rank_that_is_alone():
+    """Oracle: the address that it was given, where nobody listens, and the clock."""
+    port, program = str(free_port()), "from dstrain.cli import run_main; from dstrain.engine.engines import start\n"
+    done = subprocess.run([sys.executable, "-c", program + "run_main(lambda: start(0.05))"], text=True,
+                          capture_output=True, timeout=200, env=environment(
+                              RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert f"has not met the other ranks at 127.0.0.1:{port} within faults.timeout_minutes" in done.stderr

@@ -233,6 +233,12 @@ def an_npz(folder: Path) -> Path:
     return folder
 
 
+def cut_off(folder: Path) -> Path:
+    (found,) = an_npz(folder).glob("*.npz")
+    found.write_bytes(found.read_bytes()[:100])
+    return found
+
+
 def upsampler(folder: Path) -> Path:
     folder.mkdir()
     model = {"image_size": 8, "small_size": 4, "channel_mult": [1], "attention_resolutions": []}
@@ -254,6 +260,7 @@ def upsampler(folder: Path) -> Path:
     (lambda folder: folder.mkdir() or folder, {}, "holds no video and no picture"),
     (lambda folder: written(folder, [1, 2]), {"prime_frames": 3}, "there are 2 frames, and --prime-frames 3"),
     (an_npz, {}, "goes on from uint8 (N, T, 5, 6, 3)"),
+    (cut_off, {}, "samples_1x3x8x8x3.npz is no folder of pictures, and no .npz with arr_0 (BadZipFile); launch/gen"),
     (counting.folder, {"then": True}, "begins from noise"),
     (upsampler, {"then": True}, "goes on from pictures, and "),
 ])

@@ -1,6 +1,7 @@
 """Reasons to stop early: real signals, a real file, real launchers that are killed."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ os.rename(folder / ".reason", folder / "reason")
 """
 # What starts ranks: runs the command it is given, and waits.
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+REMOTE = "deepspeed.launcher.launch"                 # what `deepspeed --hostfile` starts on every machine
 GONE = repr("the launcher has gone")
 
 
@@ -51,7 +53,11 @@ def family(tmp_path):
         for word in reversed(words):
             script = tmp_path / word
             script.parent.mkdir(exist_ok=True)
-            if "." not in word:
+            if word.startswith("sshd"):
+                line = ["bash", "-c", f'exec -a "{word}" "$@"', "sshd", sys.executable, "-c", LAUNCHER, *line]
+            elif word == "sh -c":
+                line = ["bash", "-c", f"cd .; {shlex.join(line)}; exit $?"]
+            elif "." not in word or word == REMOTE:
                 script.write_text(LAUNCHER)
                 line = [sys.executable, "-u", str(script), *line]
             else:
@@ -173,6 +179,28 @@ def test_a_launchers_launcher_is_watched(family, tmp_path):
     assert reason(tmp_path) == GONE
     os.kill(lower, 0)
     os.kill(lower, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("line", [("sshd: root@notty", "sh -c", REMOTE), ("sshd-session: me@notty", REMOTE)], ids=str)
+def test_the_session_of_a_launcher_elsewhere_is_watched(family, tmp_path, line):
+    """Oracle: kill -9 of the session's process, as sshd ends it with its connection; those below it live on."""
+    session = family(*line)
+    below = child(session.pid)
+    session.kill()
+    assert reason(tmp_path) == GONE
+    os.kill(below, 0)
+    os.kill(below, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("line", [("sshd: me@pts/0", "sweep", REMOTE), ("sshd: me@notty", "night.sh", REMOTE)], ids=str)
+def test_the_session_of_whoever_typed_is_not(family, tmp_path, line):
+    """Oracle: nohup in an ssh session that is then closed: something of the user's own stands between."""
+    session = family(*line)
+    session.kill()
+    session.wait()
+    time.sleep(1)                                                # a hundred looks
+    assert not (tmp_path / "reason").exists()
+    os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize("above", ["sweep", "deepspeed/sweep", "nightly.sh", "run_deepspeed.sh"])

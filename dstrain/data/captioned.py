@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
-from dstrain.data.images import Names
+from dstrain.data.images import Names, of_each, weighed
 from dstrain.data.pixels import SUFFIXES, decode, read_image
 from dstrain.data.rows import packed
 
@@ -77,7 +77,11 @@ class CaptionedFolder:
         return self.names[index]
 
     def fingerprint(self) -> str:
-        return f"captioned n={len(self)} names={blake2b(self.names.blob, digest_size=8).hexdigest()}"
+        """Of names, captions and sizes: of all files, since all will be read."""
+        said = blake2b()
+        add_captions(said, self.path, self.names)
+        names = blake2b(self.names.blob, digest_size=8).hexdigest()
+        return f"captioned n={len(self)} names={names} {weighed(self.path, self.names, said.digest())}"
 
 
 class CaptionedTars:
@@ -90,19 +94,23 @@ class CaptionedTars:
         self.root, self.image_size = root, image_size
         self.tars = [tar.name for tar in tars]
         self.without, keys, places = 0, [], []
+        said = blake2b(digest_size=8)
         for number, tar in enumerate(tars):
             members = _members(tar)
             for key in sorted(members):
                 pair = members[key]
                 if "image" in pair and "txt" in pair:
                     keys.append(f"{tar.name}/{key}")
-                    places.append((number, *pair["image"], *pair["txt"]))
+                    *place, caption = pair["txt"]
+                    places.append((number, *pair["image"], *place))
+                    said.update(caption)
                 else:
                     self.without += "image" in pair
         if not keys:
             raise ValueError(f"--data {root}: its tar shards hold no image with a caption of its name (X.png and "
                              "X.txt)")
         self.keys, self.places = Names(keys), np.array(places, np.int64)                          # (N, 5)
+        self.captions = said.hexdigest()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -122,12 +130,25 @@ class CaptionedTars:
 
     def fingerprint(self) -> str:
         digest = blake2b(self.keys.blob + self.places.tobytes(), digest_size=8)
-        return f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()}"
+        return (f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()} "
+                f"captions={self.captions}")
 
 
-def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Where the members of each key lie: key -> {"image" or "txt": (offset, bytes)}."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+def add_captions(digest: Any, root: Path, names: Names) -> None:
+    """Adds the text beside each file, where there is one: X.txt of X.png."""
+    def text_of(name: str) -> bytes:
+        try:
+            return (root / name).with_suffix(".txt").read_bytes().strip()
+        except OSError:                           # a bad sample, as one whose caption is empty
+            return b""
+
+    for text in of_each(text_of, names):
+        digest.update(len(text).to_bytes(8, "little") + text)
+
+
+def _members(tar: Path) -> dict[str, dict[str, tuple]]:
+    """Where the members of each key lie: key -> {"image": (offset, bytes), "txt": (offset, bytes, hash of it)}."""
+    found: dict[str, dict[str, tuple]] = {}
     try:
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
@@ -138,7 +159,10 @@ def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:
                 if kind is None or not stem or not member.isreg() or member.issparse():
                     continue
                 key = f"{folder}/{stem}" if folder else stem
-                found.setdefault(key, {}).setdefault(kind, (member.offset_data, member.size))
+                place = (member.offset_data, member.size)
+                if kind == "txt":                 # it lies behind its header, and costs nothing to read now
+                    place = (*place, blake2b(archive.extractfile(member).read(_MOST), digest_size=8).digest())
+                found.setdefault(key, {}).setdefault(kind, place)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise ValueError(f"--data {tar} is no readable tar file ({error}); make it anew, or take it away") from None
     return found

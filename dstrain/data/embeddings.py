@@ -36,6 +36,7 @@ SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
 PLAN = "pairs.json"                               # where dstrain/embed.py says what it makes, and whether all is there
 _SCANNED = 1 << 26                                # bytes of arrays that are looked through when they are opened
+_COMPARED = 256                                   # rows of a larger table by which it is known
 _LISTED = 1 << 22                                 # rows of a split whose order is kept as a list
 
 
@@ -45,13 +46,13 @@ def is_embeddings(path: str | Path) -> bool:
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """The pairs of one split, None where its fraction is 0.
+    """The pairs of one split, or of all as a held-out set; None where the split's fraction is 0.
 
     ValueError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
     """
     pairs = _builtin() if str(path) == BUILTIN else _folder(Path(path))
-    begin, end = _bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    begin, end = (0, len(pairs)) if split == "all" else _bounds(len(pairs), splits, world)[SPLITS.index(split)]
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
@@ -130,10 +131,13 @@ class Stored:
         return item
 
     def fingerprint(self) -> str:
-        digest = blake2b(digest_size=8)
+        """Of files, their ends, and of many rows between them: of all rows where these were looked through at once."""
+        digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
             part.add_to(digest)
-        return f"shards={digest.hexdigest()}"
+        for table in self.tables.values():
+            table.add_rows(rows, None if self.size <= _SCANNED else _COMPARED)
+        return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
 
 
 # -------------------------------------------------------------------------------------------------------------- opening

@@ -11,6 +11,8 @@ import errno
 import math
 import time
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -147,9 +149,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
     uint8 (N, channels, H, W). ValueError: no such pictures, or of several sizes, with the remedy.
     """
-    made = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
-    if made:                                          # launch/generate.py's own folder, which has a grid as well
-        path = made[-1]
+    path = written(path)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
         try:
@@ -159,12 +159,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ValueError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            array = file["arr_0"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
-                         "launch/generate.py writes such a one") from None
+    array = samples_of(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
         raise ValueError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
     pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
@@ -172,3 +167,19 @@ def read_pictures(path: Path, channels: int) -> Tensor:
         grey = (Image.fromarray(picture).convert("L") for picture in array)
         return torch.stack([torch.from_numpy(np.array(picture))[None] for picture in grey])
     return pictures.expand(-1, channels, -1, -1)
+
+
+def written(path: Path) -> Path:
+    """The .npz of samples in a folder of launch/generate.py's, which has a grid as well; else the path itself."""
+    made = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
+    return made[-1] if made else path
+
+
+def samples_of(path: Path) -> np.ndarray:
+    """`arr_0` of an .npz as launch/generate.py writes it. ValueError: there is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return file["arr_0"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
+                         "launch/generate.py writes such a one") from None

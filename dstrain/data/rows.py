@@ -1,6 +1,7 @@
 """Rows of embeddings and captions on disk: files of one kind, one after the other. See embeddings.py for the layout."""
 
 import errno
+import zipfile
 import zlib
 from hashlib import blake2b
 from pathlib import Path
@@ -92,16 +93,29 @@ class Table:
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
+    def add_rows(self, digest: Any, count: int | None) -> None:
+        """All values, or those of `count` rows, evenly spaced. What ships with the package is known by its ends."""
+        if self.root is None:
+            return
+        if count is None:
+            for number in range(len(self.names)):
+                digest.update(np.ascontiguousarray(self._array(number)))
+        else:
+            for row in np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist():
+                digest.update(np.ascontiguousarray(self[row]))
+
 
 def mapped(root: Path, name: str) -> np.ndarray:
     """A .npy file as an array on the disk. ValueError names the file, or the limit that keeps it from being opened."""
     try:
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise ValueError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
                              "(ulimit -n), or set a smaller data.workers") from None
         raise ValueError(f"data.path: {name} is no readable .npy file ({' '.join(str(error).split())[:150]})") from None
+    if not isinstance(array, np.ndarray):                      # np.load reads a zip of arrays under any name
+        raise ValueError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
     if not array.ndim or not len(array):
         raise ValueError(f"data.path: {name} holds no rows; remove it")
     return array
@@ -129,6 +143,7 @@ class Captions:
             if column is None:
                 raise ValueError(f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
                                  f"{', '.join(schema.schema_arrow.names[:8])}")
+            _require_text(name, schema.schema_arrow.field(column))
             self.columns.append(column)
             lengths.append(schema.metadata.num_rows)
         self.lengths, self.ends = lengths, np.cumsum(lengths)
@@ -184,6 +199,15 @@ def fault_of(rows: np.ndarray, key: str) -> tuple[int, str] | None:
     if key != "text_encodings" and empty.any():
         return int(empty.argmax()), "is all zeros, which has no direction"
     return None
+
+
+def _require_text(name: str, field: Any) -> None:
+    import pyarrow.types
+
+    kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)):
+        raise ValueError(f"data.path: column {field.name} of {name} holds {field.type}, and captions are strings: "
+                         "write it anew")
 
 
 def _parquet() -> Any:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
 from dstrain.data.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
-from dstrain.data.images import Names, few, is_held, list_folder, of_each, weighed
+from dstrain.data.captioned import add_captions
+from dstrain.data.images import Names, few, is_held, list_folder, some_of, weighed
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 
@@ -149,6 +150,13 @@ class Videos:
         return self.names[index]
 
     def fingerprint(self) -> str:
+        return f"{self._named()} {self._weighed(some_of(self.names))}"
+
+    def contents(self) -> str:
+        """With the sizes and captions of all files; classes are in their names."""
+        return f"{self._named()} {self._weighed(self.names)}"
+
+    def _named(self) -> str:
         digest = blake2b(self.names.blob + self.labels.tobytes(), digest_size=8)
         if self.texts is not None:
             digest.update(self.texts.blob)
@@ -156,18 +164,11 @@ class Videos:
         return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={kind} "
                 f"names={digest.hexdigest()}")
 
-    def contents(self) -> str:
-        """The fingerprint with the files' sizes and their captions; classes are in their names."""
+    def _weighed(self, names: Names) -> str:
         said = blake2b(b"" if self.texts is None else self.texts.blob + self.texts.ends.tobytes())
-        for text in of_each(self._beside, self.names) if self.beside else ():
-            said.update(len(text).to_bytes(8, "little") + text)
-        return f"{self.fingerprint()} {weighed(self.path, self.names, said.digest())}"
-
-    def _beside(self, name: str) -> bytes:
-        try:
-            return (self.path / name).with_suffix(".txt").read_bytes().strip()
-        except OSError:                           # a bad sample, as one whose caption is empty
-            return b""
+        if self.beside:
+            add_captions(said, self.path, names)
+        return weighed(self.path, names, said.digest())
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_listings": {}}             # every worker makes its own

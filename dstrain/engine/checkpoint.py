@@ -25,7 +25,8 @@ from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
 from dstrain.engine.manifest import manifest
-from dstrain.engine.masters import MOMENTS
+from dstrain.engine.masters import MOMENTS, for_tools
+from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
 
 COMMON = "common.safetensors"
@@ -44,14 +45,14 @@ class Checkpoints:
     """The checkpoints in `folder` of these engines, averages and small state; every method on all ranks together."""
 
     def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
-                 report: Callable[[str], None] = print):
+                 report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None):
         self.store = Store(folder, save.keep, save.keep_every)
+        self._native = save.format == "deepspeed"
+        # DeepSpeed writes its own files from live values, with words between the ranks: no thread may do that.
+        self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines = engines
         self._ema = ema
         self._system = system
-        self.report = report
-        self._native = save.format == "deepspeed"
-        self._failures = 0
 
     def resume(self) -> int:
         """Loads the newest checkpoint that verifies; its step, 0 where there is none.
@@ -61,18 +62,18 @@ class Checkpoints:
         steps = ranks.from_first(self.store.steps())
         if not steps:
             return 0
-        newest = self.store.newest(self.report)
+        newest = self.store.newest(self.saver.report)
         if newest is None:
             raise ValueError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
                              "above, restore one, or begin anew with --from-scratch")
-        step, path = newest
+        self.saver.newest, path = newest
         self.load(path)
-        return step
+        return self.saver.newest
 
-    def save(self, step: int, last: bool = False, score: float | None = None) -> bool:
-        """Writes a checkpoint of `step`, atomically; False, with a report, where it failed and training goes on.
+    def save(self, step: int, last: bool = False, score: float | None = None) -> None:
+        """Saves `step`, atomically, while training goes on or, where it is the `last` one, before this comes back.
 
-        The one of the lowest score is kept until another is better.
+        A save that fails is reported, and training goes on. That of the lowest score is kept until another is better.
 
         OSError after three failures in a row, and where the run ends with this one: it would be lost.
         """
@@ -80,21 +81,9 @@ class Checkpoints:
             raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
                                      f"{self.store.folder} holds earlier ones that are. Lower optimizer.lr or set "
                                      "optimizer.clip")
-        if self.store.save(step, self._write, extra={"score": score}, need_bytes=self._bytes()):
-            self._failures = 0
-            return True
-        self._failures += 1
-        if ranks.rank() == 0:
-            self.report(f"saving step {step} failed: {self.store.error}; older checkpoints are whole")
-        if last or self._failures == 3:
-            raise OSError(f"step {step} could not be saved: {self.store.error}. {self.store.folder} is whole: "
-                          "make room, and give the same command again")
-        return False
-
-    def improves(self, score: float) -> bool:
-        """Whether a score lies below that of the best checkpoint so far."""
-        best = ranks.from_first(self.store.best())
-        return best is None or score < best[1]
+        common = self._common()
+        self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
+                        need_bytes=self._bytes(), score=score, last=last)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -103,34 +92,45 @@ class Checkpoints:
 
         Padding is passed over: at stage 3 DeepSpeed leaves in it whatever the memory held.
         """
-        sums = [view.sum(dtype=torch.float64) for masters in self._engines.masters.values()
-                for _, view in masters.own_views(masters.flats)]
-        return not ranks.agree(bool(sums) and not torch.isfinite(torch.stack(sums)).all().item())
+        views = [view for masters in self._engines.masters.values() for _, view in masters.own_views(masters.flats)]
+        sums = [view.sum() for view in views]
+        fine = not sums or torch.isfinite(torch.stack(sums)).all().item()
+        if not fine:                              # or large, and only their sum is not
+            fine = all(torch.isfinite(view).all().item() for view in views)
+        return not ranks.agree(not fine)
 
-    def _kinds(self, part: str) -> Iterator[tuple[str, list[Tensor]]]:
-        """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout."""
+    def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
+        """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout.
+
+        `native`: of a checkpoint that keeps the others in DeepSpeed's own files.
+        """
         masters = self._engines.masters[part]
-        if not self._native:
+        if not native:
             yield "master", masters.flats
             for moment in MOMENTS:
                 yield moment, masters.moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield _ema_kind(decay), flats
 
-    def _write(self, folder: Path) -> None:
-        for part, masters in self._engines.masters.items():
-            entries = ((kind, fragment, view) for kind, flats in self._kinds(part)
-                       for fragment, view in masters.own_views(flats))
-            write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), entries, {"part": part})
+    def _entries(self) -> Entries:
+        """What this rank writes of each part: live values."""
+        return {part: [(kind, fragment, view) for kind, flats in self._kinds(part, self._native)
+                       for fragment, view in masters.own_views(flats)]
+                for part, masters in self._engines.masters.items()}
+
+    def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+        for part, some in entries.items():
+            write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), some, {"part": part})
             if self._native:
-                self._engines[part].save_checkpoint(str(folder / "deepspeed"), tag=part, save_latest=False)
+                self._engines[part].save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=for_tools(),
+                                                    save_latest=False)
         if ranks.rank() == 0:
-            tensors, counters = self._common()
+            tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
-        kept = {part: len(list(self._kinds(part))) + 4 * self._native for part in self._engines}
+        kept = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
         return (1 << 20) + sum(4 * kept[part] * view.numel() for part, masters in self._engines.masters.items()
                                for _, view in masters.own_views(masters.flats))
 
@@ -163,22 +163,22 @@ class Checkpoints:
             self._system.load_state_dict(_within(common, "system/"))
         except ValueError as error:               # only after --allow-change: the recipe is compared before
             if ranks.rank() == 0:
-                self.report(f"the system's own state begins anew: {error}")
+                self.saver.report(f"the system's own state begins anew: {error}")
 
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
         with Shards(path, part) as shards:
-            if (path / "deepspeed").is_dir():
+            if native := (path / "deepspeed").is_dir():           # whatever this run's own will be
                 self._load_native(part, path, counters["stage"])
             else:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 wanted = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
                 _same_names(path, part, saved, wanted)
-            for kind, flats in self._kinds(part):
+            for kind, flats in self._kinds(part, native):
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
                 if source != kind and ranks.rank() == 0:
-                    self.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
+                    self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
                 if source in shards.kinds():
                     for fragment, view in masters.views(flats):
                         view.copy_(_read(shards, source, fragment))
@@ -204,7 +204,7 @@ class Checkpoints:
         if (stage, world) != (here, ranks.world()):
             raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
                              f"such a checkpoint resumes only there; here are stage {here} and {ranks.world()} ranks. "
-                             "save.format=fragments knows no such limit")
+                             "Go on there with save.format=fragments: its next checkpoint goes on anywhere")
         loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
         if loaded is None:
             raise ValueError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")

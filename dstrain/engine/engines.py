@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from dstrain.engine.settings import offloads_optimizer, stage
 Decays = Callable[[str, Tensor], bool]
 
 
-def start() -> None:
-    """Joins the process group, told by whichever launcher started this process, or alone."""
+def start(timeout_minutes: float = 30) -> None:
+    """Joins the process group, told by whichever launcher started this process, or alone.
+
+    A rank that waits for others longer than `timeout_minutes`, whatever for, raises: they are gone, see ranks.lost.
+    """
     prepare_environment()
     place = ranks.place()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
@@ -39,8 +43,12 @@ def start() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.device())
     if not ranks.started():
+        patience = timedelta(minutes=timeout_minutes)
+        # Groups that DeepSpeed and we make beside the first one have torch's own patience, whatever the first one's.
+        groups = torch.distributed.distributed_c10d
+        groups.default_pg_timeout = groups.default_pg_nccl_timeout = patience
         try:
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise
@@ -52,8 +60,15 @@ def start() -> None:
 
 def _channels_last(_network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Images as NHWC: what follows keeps the layout. The weights lie in ZeRO's flats and cannot."""
-    return tuple(x.contiguous(memory_format=torch.channels_last) if torch.is_tensor(x) and x.ndim == 4 else x
-                 for x in inputs)
+    return tuple(_nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
+
+
+def _nhwc(x: Tensor) -> Tensor:
+    if x.shape[1] != 1:
+        return x.contiguous(memory_format=torch.channels_last)
+    # Of one channel both layouts are the same bytes: the strides alone say which is meant, and torch leaves NCHW's.
+    x, (_, _, height, width) = x.contiguous(), x.shape
+    return x.as_strided(x.shape, (height * width, 1, width, 1))
 
 
 def _unlink_buffers() -> None:

@@ -25,6 +25,13 @@ from dstrain.engine.initial import full_shape
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def for_tools() -> dict[str, Any]:
+    """What ds_to_universal looks for in DeepSpeed's own checkpoints: here that ZeRO alone has split the weights."""
+    from deepspeed.checkpoint import constants
+    return {constants.UNIVERSAL_CHECKPOINT_INFO: {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+
+
 class Masters:
     """fp32 weights of one engine: where they lie, what they are called, how they reach the compute weights."""
 

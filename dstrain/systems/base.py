@@ -81,6 +81,12 @@ class System(ABC):
     def accepts(self, source: Any) -> None:
         """Meets a source before anything is trained. ValueError: its items do not fit the model, with the remedy."""
 
+    def fingerprint(self, source: Any) -> str:
+        """What is learned from, as a run writes it down to notice a change: the source's own words, then those of what
+        the recipe names without fixing it, such as the encoder of captions that are not cached.
+        """
+        return source.fingerprint()
+
     def loss(self, part: str, nets: Nets, example: Example) -> Terms:
         return self.parts[part](nets, example)
 

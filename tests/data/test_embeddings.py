@@ -190,6 +190,22 @@ def test_fingerprint(tmp_path):
     assert say("c") != say("d")
 
 
+@pytest.mark.parametrize("scanned, lengths, notices", [(1 << 26, (5, 7, 3), True), (0, (5, 7, 3), True),
+                                                       (0, (5, 700, 3), False)])
+def test_fingerprint_of_a_row_in_the_middle(tmp_path, monkeypatch, scanned, lengths, notices):
+    """Oracle: a changed row between a file's ends: all rows of small data are compared, 256 spaced ones of large data,
+    whose files' ends stay as an earlier version wrote them down."""
+    monkeypatch.setattr(embeddings, "_SCANNED", scanned)
+    say = lambda: open_pairs(make(tmp_path, lengths), ALL, "train").fingerprint()
+    before = say()
+    assert before == say()
+    array = np.load(tmp_path / "text_emb" / "text_emb_2.npy")
+    array[1] += 1
+    save = np.save
+    monkeypatch.setattr(np, "save", lambda path, values: save(path, array if "text_emb_2" in str(path) else values))
+    assert (say() != before) == notices and say().split(" rows=")[0] == before.split(" rows=")[0]
+
+
 def spoil(root: Path, how: str) -> None:
     name = root / "img_emb" / "img_emb_2.npy"
     array = np.load(name)
@@ -220,6 +236,10 @@ def spoil(root: Path, how: str) -> None:
         name.unlink()
     elif how == "truncated":
         name.write_bytes(name.read_bytes()[:60])
+    elif how in ("zip", "cut zip"):
+        np.savez(root / "x.npz", array)
+        data = (root / "x.npz").read_bytes()
+        name.write_bytes(data[:len(data) // (2 if how == "cut zip" else 1)])
     elif how == "pickle":
         np.save(name, np.array([{}] * 7, object), allow_pickle=True)
 
@@ -229,6 +249,7 @@ def spoil(root: Path, how: str) -> None:
     ("rows", "img_emb_2.npy has 6 rows and text_emb/text_emb_2.npy 7"), ("width", r"img_emb_2.npy are \(5,\)"),
     ("integers", "int64"), ("flat", r"\(7,\)"), ("missing", "img_emb_11.npy and text_emb/text_emb_2.npy"),
     ("truncated", "img_emb_2.npy is no readable"), ("pickle", "img_emb_2.npy is no readable"),
+    ("zip", r"img_emb_2.npy is a zip file \(.npz"), ("cut zip", "img_emb_2.npy is no readable"),
     ("deep", r"\(7, 1, 6\): img_emb holds \(n, D\) of float16 or float32; reshape"), ("huge", "NaN or infinity"),
     ("number", "img_emb_2.npy and text_emb/text_emb_3.npy would be pairs"), ("word", "img_emb_.*would be pairs"),
 ])
@@ -260,6 +281,8 @@ def test_bad_rows_of_large_data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how, words", [
     ("text", "neither text_emb.*nor metadata"), ("column", "no column caption.*only key"),
     ("rows", "5 rows and metadata"), ("broken", "metadata_0.parquet is no readable"),
+    ("numbers", "column caption of metadata/metadata_0.parquet holds int64, and captions are strings"),
+    ("bytes", "holds binary"),
     ("images", "holds no embedding pairs"), ("empty", "no .npy file"),
 ])
 def test_bad_layouts(tmp_path, how, words):
@@ -269,8 +292,9 @@ def test_bad_layouts(tmp_path, how, words):
     if how == "text":
         for file in (tmp_path / "metadata").iterdir():
             file.unlink()
-    elif how in ("column", "rows"):
-        table = {"key": [1] * 5} if how == "column" else {"caption": ["x"] * 6}
+    elif how in ("column", "rows", "numbers", "bytes"):
+        table = {"column": {"key": [1] * 5}, "rows": {"caption": ["x"] * 6}, "numbers": {"caption": [1] * 5},
+                 "bytes": {"caption": [b"x"] * 5}}[how]
         pyarrow.parquet.write_table(pyarrow.table(table), first)
     elif how == "broken":
         first.write_bytes(b"PAR1 and no more")

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -302,12 +303,28 @@ def test_held_out_path_keeps_the_labels(tmp_path):
 
 
 def test_fingerprint_notices_changes(tmp_path):
-    """Oracle: the same folder gives the same string, one renamed file another."""
+    """Oracle: the same folder, and a copy of it, give the same string, one renamed file or another size another."""
     root = folder(tmp_path / "d", 2, 3)
     before = open_images(root, 16).fingerprint()
-    assert open_images(root, 32).fingerprint() == before
+    shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert open_images(root, 32).fingerprint() == before == open_images(tmp_path / "copy", 16).fingerprint()
     (root / "c0" / "000.png").rename(root / "c0" / "zzz.png")
     assert open_images(root, 16).fingerprint() != before
+    source = open_images(tmp_path / "copy", 16)
+    picture(7, 50, 40).save(tmp_path / "copy" / "c1" / "001.png")
+    assert source.fingerprint() != before and source.fingerprint() == source.contents()
+
+
+def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
+    """Oracle: os.stat, whose calls are counted; of six files three are looked at, the first and the last among them."""
+    source = open_images(folder(tmp_path / "d", 2, 3), 16)
+    asked, stat = [], os.stat
+    monkeypatch.setattr(images, "_LOOKED_AT", 3)
+    monkeypatch.setattr(images.os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
+    found = source.fingerprint()
+    assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
+    asked.clear()
+    assert found != source.contents() and len(asked) == 6
 
 
 def test_names_are_a_list():

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def test_a_captions_file(tmp_path, suffix):
     assert captions_of(torch.stack([source[n]["caption"] for n in range(6)])) == [texts[f"v{n}.webp"] for n in range(6)]
     plain = open_videos(tmp_path, CUT)
     assert source.fingerprint() != plain.fingerprint()
+
+
+def test_fingerprint_notices_changes(tmp_path):
+    """Oracle: the same folder and a copy give the same string; another text beside a clip, or another clip of the same
+    name, another one."""
+    source = open_videos(folder(tmp_path / "a", texts=True), CUT)
+    before = source.fingerprint()
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    copy = open_videos(tmp_path / "b", CUT)
+    assert copy.fingerprint() == before == copy.contents()
+    (tmp_path / "b" / "v3.txt").write_text("clip 3, a c\n")
+    assert copy.fingerprint() != before
+    write_pictures(tmp_path / "a" / "v5.webp", moving(4, 16, 16, seed=9))
+    assert source.fingerprint() != before
 
 
 @pytest.mark.parametrize("name, text, message", [

@@ -113,10 +113,10 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         for decay, shadow in naive.items():
             for name, value in shadow.items():
                 value.lerp_(full[name], 1 - EMA.decay_at(decay, step))
-    assert Checkpoints(folder, engines, ema, History()).save(STEPS)
+    Checkpoints(folder, engines, ema, History()).save(STEPS, last=True)
     if stage:
-        assert Checkpoints(folder.with_name(f"{folder.name}-native"), engines, ema, History(),
-                           Save(format="deepspeed")).save(STEPS)
+        Checkpoints(folder.with_name(f"{folder.name}-native"), engines, ema, History(),
+                    Save(format="deepspeed")).save(STEPS, last=True)
     buffers = {"scale.table": engines.modules["tiny"].scale.table.clone()}
     return {"raw": full | buffers, **{f"ema:{decay!r}": shadow | buffers for decay, shadow in naive.items()}}
 

@@ -1,4 +1,4 @@
-"""Run by test_kill.py: 2 ranks that save every step are killed at random moments, again and again.
+"""Run by test_kill.py: 2 ranks that save beside each step are killed at random moments, again and again.
 
 The ranks are forked from this process after its imports and before any thread or process group, so that a life lasts a
 second instead of ten. Rank 0 writes each step's loss to `losses` as it happens.
@@ -24,7 +24,7 @@ def live(rank: int, port: int, folder: Path, last: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     start()
-    trial = Trial(2, folder / "checkpoints")
+    trial = Trial(2, folder / "checkpoints", saved=lambda step: put(folder / "saved", step))
     step = trial.saves.resume()
     if rank == 0:
         put(folder / "resumed", step)
@@ -33,9 +33,8 @@ def live(rank: int, port: int, folder: Path, last: int) -> None:
         if rank == 0:
             with open(folder / "losses", "a") as file:
                 file.write(f"{step} {loss.hex()}\n")
-        assert trial.saves.save(step + 1), trial.saves.store.error
-        if rank == 0:
-            put(folder / "saved", step + 1)
+        trial.saves.save(step + 1, last=step + 1 == last)      # written while the next step is trained
+        assert trial.saves.saver.newest == (step + 1 if step + 1 == last else step), "a save has failed"
     ranks.barrier()
 
 

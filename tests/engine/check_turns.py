@@ -69,7 +69,7 @@ class Trial:
             self.ema.update(step, self.engines.applied())
             self.applied.append(self.engines.applied())
             if self.saves and step + 1 in SAVED:
-                assert self.saves.save(step + 1), self.saves.store.error
+                self.saves.save(step + 1, last=True)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         return {part: gathered(masters, masters.flats) for part, masters in self.engines.masters.items()}

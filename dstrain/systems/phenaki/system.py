@@ -95,6 +95,9 @@ class PhenakiSystem(System):
             raise ValueError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
                              "model.codebook_size to that of the tokenizer that made them")
 
+    def fingerprint(self, source: Any) -> str:
+        return source.fingerprint() + self.texts.fingerprint()
+
     def tokenizer(self, device: torch.device | None = None) -> Pretrained:
         """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
         if self._tokenizer is None:

@@ -88,7 +88,18 @@ class Reader:
     def _read(self, texts: list[str], device: torch.device) -> Said:
         if self.config.text_encodings_dim is None:
             return {"words": word_ids(texts, self.config.num_words, self.config.max_text_len)}
-        if self.encoder is None:                  # loaded where captions are first met: cached encodings need none
+        found = self._loaded().to(device).encode(texts)
+        return self.of_batch({name: found[name] for name in NAMES if name in found})
+
+    def fingerprint(self) -> str:
+        """Of the encoder of captions that are not cached, to stand behind that of the data; "" where there is none."""
+        cached = self.config.codes is not None and self.config.codes.text is not None
+        live = self.config.text_encodings_dim is not None and not cached and not self.config.unconditional
+        return f" text_encoder={self._loaded().fingerprint()}" if live else ""
+
+    def _loaded(self) -> TextEncoder:
+        """The encoder, loaded where captions are first met: cached encodings need none."""
+        if self.encoder is None:
             if self.config.text_encoder is None:
                 raise ValueError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
                                  "hub name of the encoder that made the data's text encodings")
@@ -98,8 +109,7 @@ class Reader:
                 raise ValueError(f"text_encoder: {self.config.text_encoder} is the encoder {found}, the data's text "
                                  f"encodings are of {wanted} (text_encoder_fingerprint); name the one that made them")
             self.encoder = encoder
-        found = self.encoder.to(device).encode(texts)
-        return self.of_batch({name: found[name] for name in NAMES if name in found})
+        return self.encoder
 
 
 def chosen(given: dict[str, Tensor]) -> Said:

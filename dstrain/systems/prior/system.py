@@ -18,6 +18,7 @@ from dstrain import draws
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.timesteps import UniformSampler
+from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
@@ -38,8 +39,7 @@ class PriorSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), SAMPLERS
-        self.shape = (config.image_embed_dim,)
+        self.averaged, self.samplers, self.shape = ("denoiser",), SAMPLERS, (config.image_embed_dim,)
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
         self.timesteps = UniformSampler(config.timesteps)
@@ -56,9 +56,8 @@ class PriorSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start (B, D), text_embed (B, T) and, where conditioned on, text_encodings (B, L, E), text_mask (B, L).
 
-        Captions are encoded here where the data hold no text embeddings, or no encodings that the model reads: then
-        the text embedding is of the same encoder. ValueError: widths that differ from the model's, or texts that the
-        data lack.
+        Captions are encoded here where the data lack text embeddings, or encodings that are read: then both are one
+        encoder's. ValueError: widths that differ from the model's, or texts that the data lack.
         """
         read = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -78,15 +77,21 @@ class PriorSystem(System):
         """Encodes the first pair: widths, texts that are missing, and the encoder of captions where one is needed."""
         self.encode({name: values[None] for name, values in source.first().items()})
 
+    def fingerprint(self, source: Any) -> str:
+        """With the encoder of captions that are not cached, and the statistics of image embeddings."""
+        stats = {} if self.config.image_embed_stats is None else {"mean": self.mean, "std": self.std}
+        said = [f" image_embed_stats={fingerprint({}, stats)}"] if stats else []
+        if self._lacks(source.first()):
+            said.append(f" text_encoder={self.text_encoder(torch.device('cpu')).fingerprint()}")
+        return source.fingerprint() + "".join(said)
+
     def _lacks(self, given: Container[str]) -> str | None:
         """What has to be made of captions, None where all is there."""
         wanted = ("text_embed", "text_encodings") if self.config.max_text_len else ("text_embed",)
         return next((name for name in wanted if name not in given), None)
 
     def _texts(self, given: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """What the network is told of texts, from embeddings or from captions, which are on the host and are encoded on
-        the device.
-        """
+        """What the network is told of texts, from embeddings or from captions, which are encoded on the device."""
         tokens = self.config.max_text_len
         if missing := self._lacks(given):
             if "caption" not in given:

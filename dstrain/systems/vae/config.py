@@ -190,6 +190,10 @@ class Config(Section):
         missing = []
         if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():
             missing = [f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}"]
+        if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
+            missing.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
+                           "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "
+                           "what a rank takes at a time, or model.discrete.kl_form=per_sample")
         return missing + [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
                 for name, ours, theirs in (("image_size", self.image_size, run.data.image_size),
                                            ("channels", self.channels, run.data.channels)) if ours != theirs]

@@ -244,6 +244,12 @@ def test_another_encoder_is_refused(tmp_path):
     assert found["text_encodings"].shape == (1, 5, 12)
     with pytest.raises(ValueError, match=f"text_encoder: {tmp_path}/1 is the encoder .* are of {own} .*name the one"):
         build(text_encoder=str(tmp_path / "1"), **model).conditions_from_texts(["a cat"])
+    source = SimpleNamespace(fingerprint=lambda: "clips")                # what a run that encodes captions writes down
+    for seed in (0, 1):
+        live = build(text_encoder=str(tmp_path / str(seed)), text_encodings_dim=12, max_text_len=5)
+        assert (live.fingerprint(source) == f"clips text_encoder={own}") == (seed == 0)
+    assert build().fingerprint(source) == "clips" == build(
+        text_encodings_dim=12, max_text_len=6, codes=CODES | {"text": (6, 12)}).fingerprint(source)
 
 
 def test_prompts_are_encoded_once(tmp_path):

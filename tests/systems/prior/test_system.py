@@ -1,17 +1,21 @@
 """What is particular to the prior: losses, drops, clamps, guidance, candidates, similarities, captions."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from dstrain import draws, systems
 from dstrain.data.rows import packed
 from dstrain.diffusion import samplers
+from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorTransformer
+from tests.support import towers
 
 TINY = {"image_embed_dim": 6, "text_encodings_dim": 5, "max_text_len": 3, "depth": 1, "heads": 2, "dim_head": 4,
         "timesteps": 50, "num_candidates": 1}
@@ -334,6 +338,31 @@ def test_captions_are_encoded_where_texts_are_missing():
     build().encode(build().synthetic(2))         # no encoder is named, and none is asked for
     system.encode(batch | {"image_embed": batch["image_embed"].to("meta")})        # captions stay on the host
     assert system._encoder.device.type == "meta"
+
+
+def test_what_is_written_down_of_encoders(tmp_path):
+    """Oracle: TextEncoder's own fingerprint, of captions that are not cached; another seed's weights have another."""
+    image = {"image_embed": torch.randn(12)}
+    cached, live = (SimpleNamespace(first=lambda item=item: image | item, fingerprint=lambda: "pairs")
+                    for item in ({"text_embed": torch.randn(12)}, {"caption": packed("a cat")}))
+    found = {}
+    for seed in (0, 1):
+        towers.sentences(tmp_path / str(seed), seed)
+        system = build(image_embed_dim=12, max_text_len=0, text_encoder=str(tmp_path / str(seed)))
+        assert system.fingerprint(cached) == "pairs"
+        found[seed] = system.fingerprint(live)
+        assert found[seed] == f"pairs text_encoder={TextEncoder(str(tmp_path / str(seed))).fingerprint()}"
+    assert found[0] != found[1]
+    reads_tokens = build(image_embed_dim=12, text_encodings_dim=12, text_encoder=str(tmp_path / "0"))
+    assert reads_tokens.fingerprint(SimpleNamespace(
+        first=lambda: cached.first() | live.first(), fingerprint=lambda: "pairs")) == found[0]
+    for value in (1.0, 2.0, 1.0):
+        save_file({"clip_mean": torch.zeros(12), "clip_std": torch.full((12,), value)}, tmp_path / "s.safetensors")
+        system = build(image_embed_dim=12, max_text_len=0, normalize_embeds=False,
+                       image_embed_stats=str(tmp_path / "s.safetensors"))
+        found.setdefault(value * 10, system.fingerprint(cached))
+    assert found[10].startswith("pairs image_embed_stats=") and found[10] != found[20]
+    assert system.fingerprint(cached) == found[10]
 
 
 def test_prompts_are_encoded_once():

@@ -1,0 +1,79 @@
+"""A copy of a checkpoint's values in the host's memory, so that training may go on while they are written."""
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dstrain import ranks
+from dstrain.engine.fragments import Fragment
+
+Entry = tuple[str, Fragment, Tensor]         # kind, fragment, its values (numel,) float32: what write_shard takes
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SHARE = 0.8                                 # of the free memory; loaders and the page cache want some, too
+
+
+class Snapshot:
+    """Copies of a checkpoint's values, in buffers that the next one uses again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def shortage(self, entries: dict[str, list[Entry]]) -> str | None:
+        """Why a copy has no room in the memory of some host, None where all have it; on all ranks together."""
+        if self._buffers:
+            return None
+        wanted = 4 * sum(_numel(some) for some in entries.values())
+        told = ranks.objects((socket.gethostname(), wanted, available_memory()))
+        for host in dict.fromkeys(name for name, _, _ in told):
+            needed = sum(count for name, count, _ in told if name == host)
+            free = min(left for name, _, left in told if name == host)
+            if needed > _SHARE * free:
+                return f"a copy of {needed / 1e9:.1f} GB has no room in the {free / 1e9:.1f} GB that {host} has left"
+        return None
+
+    def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+        """The same entries by part, their values copied; what an earlier call gave is overwritten."""
+        copies: dict[str, list[Entry]] = {}
+        for part, some in entries.items():
+            if part not in self._buffers:
+                self._buffers[part] = _host_buffer(_numel(some))
+            places = self._buffers[part].split([len(values) for _, _, values in some])
+            copies[part] = [(kind, fragment, place) for (kind, fragment, _), place in zip(some, places)]
+            for place, (_, _, values) in zip(places, some):
+                place.copy_(values, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def available_memory() -> int:
+    """Bytes that this host, or the container that this process runs in, can still give."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    try:
+        limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        if limit != "max":
+            free = min(free, int(limit) - int(used) + int(kinds["inactive_file"]))
+    except (OSError, ValueError, KeyError):                       # no container, or one of the first kind
+        pass
+    return free
+
+
+def _numel(entries: Iterable[Entry]) -> int:
+    return sum(len(values) for _, _, values in entries)
+
+
+def _host_buffer(numel: int) -> Tensor:
+    """(numel,) float32 on the host, page-locked where there is a GPU: it copies there at the bus's full rate.
+
+    torch's own pinned allocator would round the size up to a power of two.
+    """
+    buffer = torch.empty(numel, dtype=torch.float32)
+    if torch.cuda.is_available() and numel:
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 4 * numel, 0)     # where it fails, copies are slower
+    return buffer

@@ -1,0 +1,140 @@
+"""Seconds that training waits for a checkpoint, against a copy, a raw write and torch.save of the same values.
+
+    python launch/bench_save.py [--recipe FILE] [--ds_config FILE] [key=value ...]
+
+copy          a memcpy of as many bytes in the host's memory; on a GPU, `.cpu()` of each value
+raw write     as many bytes into one file, and fsync
+torch.save    the rival: masters, moments and averages, pickled into one file, and fsync; no hash, no manifest
+save          Checkpoints.save with save.asynchronous=false: fragments, fsync, hashes, manifest, rename, fsync
+stall         Checkpoints.save as training calls it: what it waits for, once the copy's buffers are there
+beside        from that call to the moment when the checkpoint is whole, while steps of training go on
+step          a step of training alone, and while a save is under way
+
+Files are written below `folder`, where the run's checkpoints would be, and removed. Each is the least of three rounds.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dstrain import cli, ranks
+
+ROUNDS = 3
+
+
+def main() -> None:
+    """Parses the command line, measures and prints."""
+    options = cli.job_arguments("Times the saving of a recipe's checkpoint against raw writes and torch.save.",
+                                "launch/bench_save.py", Path(__file__).resolve().parents[1])
+    job = cli.prepare(options)
+    if options.print_config:
+        print(cli.describe(job), end="")
+    elif not options.dry_run:
+        job.run.directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=job.run.directory.parent) as folder:
+            report(measure(job, Path(ranks.from_first(folder))))
+            ranks.leave()
+
+
+def measure(job: cli.Job, folder: Path) -> dict[str, float]:
+    """Seconds by name, and the gigabytes that this rank writes."""
+    from dstrain import systems
+    from dstrain.bench import Repeated, our_side
+    from dstrain.config import Save
+    from dstrain.engine.checkpoint import Checkpoints
+    from dstrain.engine.ema import EmaShadow
+    from dstrain.engine.engines import start
+    from dstrain.engine.masters import MOMENTS
+    start()
+    run, settings = job.run, job.settings
+    system = systems.build(run.system, run.model)
+    micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
+    batch = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(micro).items()}
+    batch |= {"position": torch.arange(micro, device=ranks.device()), "step": torch.zeros_like(batch["key"])}
+    engines, step = our_side(run, settings, system, Repeated(batch, accumulation))
+    ema = EmaShadow(engines.masters, run.ema, system.averaged)
+    step(0)
+    values = [flat.detach() for part, masters in engines.masters.items()
+              for flats in (masters.flats, *map(masters.moments, MOMENTS), *ema.flats.get(part, {}).values())
+              for flat in flats]
+    size = sum(flat.numel() for flat in values)
+    found = {"GB": 4 * size / 1e9}
+
+    def least(name: str, timed: Callable[[int], object]) -> None:
+        seconds = []
+        for number in range(ROUNDS):
+            wait()
+            begun = time.perf_counter()
+            timed(number)
+            wait()
+            seconds.append(time.perf_counter() - begun)
+        found[name] = min(seconds)
+
+    least("copy", copier(values, size))
+    least("raw write", lambda number: written(folder / f"raw{ranks.rank()}", lambda file: [
+        file.write(flat.cpu().numpy().data) for flat in values]))
+    least("torch.save", lambda number: written(folder / f"pickled{ranks.rank()}",
+                                               lambda file: torch.save(values, file)))
+    quiet: Callable[[str], None] = lambda line: None
+    plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), quiet)
+    least("save", lambda number: plain.save(1 + number))
+    beside = Checkpoints(folder / "beside", engines, ema, system, Save(), quiet)
+    least("step", step)
+    stalls, wholes, steps = [], [], []
+    for number in range(ROUNDS + 1):                               # the first makes the buffers
+        wait()
+        begun = time.perf_counter()
+        beside.save(1 + number)
+        stalls.append(time.perf_counter() - begun)
+        while True:
+            at = time.perf_counter()
+            step(number)
+            wait()
+            steps.append(time.perf_counter() - at)
+            if not ranks.agree(beside.saver.under_way):
+                break
+        beside.saver.settle()
+        wholes.append(time.perf_counter() - begun)
+    return found | {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes),
+                    "step beside": min(steps)}
+
+
+def copier(values: list[torch.Tensor], size: int) -> Callable[[int], object]:
+    """A copy of the values' bytes by plain means."""
+    if values[0].device.type != "cpu":
+        return lambda number: [flat.cpu() for flat in values]
+    source, target = torch.ones(size), torch.ones(size)
+    return lambda number: target.copy_(source)
+
+
+def written(path: Path, fill: Callable) -> None:
+    """One file, filled and forced to the disk, then removed."""
+    with open(path, "wb") as file:
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def wait() -> None:
+    """For the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def report(found: dict[str, float]) -> None:
+    """Prints seconds and ratios, on rank 0."""
+    if ranks.rank():
+        return
+    print("\n".join(f"  {name:22} {value:.4g}" for name, value in found.items()))
+    for over, under in (("stall", "copy"), ("stall", "torch.save"), ("save", "torch.save"), ("save", "raw write"),
+                        ("step beside", "step")):
+        print(f"  {over + ' / ' + under:22} {found[over] / found[under]:.3f}")
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,318 @@
+"""Run by test_systems.py: every system saves, and goes on at other stages and numbers of ranks; figures as JSON.
+
+    2 ranks, stage 2    BEFORE steps, a checkpoint, AFTER + EXTRA more: the truth
+    4, 2, 1 ranks       each of PLACES: that checkpoint, AFTER steps, compared with the truth
+    4 ranks, stage 3    EXTRA steps from there, a checkpoint of its own, which goes BACK to 1 rank and AFTER steps
+    2 ranks             checkpoints of save.format=deepspeed, and what DeepSpeed's own tools make of them
+
+What trains is what launch/train.py trains: its checks and settings of the recipe for the number of ranks, built-in
+data, the loop's step. The ranks are forked from this process after its imports and before any thread or process group,
+so that a group of them costs a second instead of ten.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from dstrain import cli, ranks, recipe, systems
+from dstrain.data.batches import Batches
+from dstrain.data.sources import open_sources
+from dstrain.engine import prepare_environment
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.engines import Engines, start
+from dstrain.engine.masters import MOMENTS
+from dstrain.systems.vae import kl
+from dstrain.train import take_step
+from tests.engine.check_engines import gathered
+from tests.support import tokenizers
+from tests.support.launch import ROOT, free_port
+
+BEFORE, AFTER, EXTRA = 8, 20, 5
+PLACES = {4: (3, 1), 2: (3,), 1: (0, 3)}              # ranks: stages
+BACK = (1, 2)                                         # rank and stage of what 4 ranks saved at stage 3
+NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 14        # in DeepSpeed's own files; the step
+
+# Recipe and overrides. With dropout the micro-batch is named, since masks belong to it; the others' is what each number
+# of ranks makes of the global batch. Discriminators begin before the checkpoint, or after it.
+#
+# Adam divides by the gradient's own size: a weight whose gradient is nothing but rounding (the last bias of a
+# discriminator, a bias before a normalization) moves by as much as any, in a direction that the order of summation
+# decides, in plain torch as here. EPS makes such steps small; the cases that have no such weight keep the usual 1e-8.
+# Two networks against each other are chaotic at the recipes' rate: any rounding doubles with each step. CALM is slower.
+EPS, CALM = "optimizer.eps=1e-3", "optimizer.lr=3e-4"
+CASES = {
+    "dit": ("tiny", []),
+    "iddpm": ("tiny-iddpm", ["model.history_per_term=1", "model.diffusion_steps=4", "batch.micro=2", EPS]),
+    "dvae": ("tiny-vae", ["model.kl=null", "model.discrete={num_tokens: 16, codebook_dim: 8, num_layers: 2, "
+                          "hidden_dim: 8, kl_weight: 1.0, temperature: {steps: 20, minimum: 0.5}}"]),
+    "vae": ("tiny-vae", ["model.kl.discriminator={start: 12, n_layers: 1, base_channels: 8}", EPS, CALM]),
+    "tokenizer": ("tiny-phenaki-tokenizer", [EPS, CALM]),
+    "phenaki": ("tiny-phenaki", ["data.path=builtin:moving-fashion", "data.held_out=0", "batch.micro=2", EPS]),
+    "prior": ("tiny-prior", ["batch.micro=2", EPS]),
+}
+
+
+class Watched:
+    """The batches of a rank, and which samples they held: key, position and the sum of the numbers of each."""
+
+    def __init__(self, batches: Batches):
+        self.batches, self.seen = batches, []
+
+    def at(self, step: int):
+        for batch in self.batches.at(step):
+            content = sum(values.double().flatten(1).sum(1) for values in batch.values()
+                          if values.ndim > 1 and values.device.type == "cpu")
+            self.seen.append({"key": batch["key"], "position": batch["position"], "content": content})
+            yield batch
+
+    def taken(self) -> dict[str, Tensor]:
+        """Of the step that has ended, in the order of the global batch; on all ranks together."""
+        rows = {name: torch.cat([seen[name] for seen in self.seen]) for name in self.seen[0]}
+        self.seen = []
+        return ranks.in_order(rows["position"], rows)
+
+
+class Trial:
+    """Everything that the loop holds, of one case at one stage on this many ranks."""
+
+    def __init__(self, folder: Path, case: str, stage: int, saved: str = "saved", overrides: tuple[str, ...] = ()):
+        name, own = CASES[case]
+        words = [*own, *overrides, f"folder={folder / case / 'run'}"]
+        if name == "tiny-phenaki":
+            words.append(f"model.tokenizer.path={folder / 'tokens'}")
+        options = cli.Options(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
+        job = cli.prepare(options, ranks.world(), "cpu")
+        self.run, self.settings = job.run, job.settings
+        self.system = systems.build(self.run.system, self.run.model)
+        self.engines = Engines(self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks())
+        self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
+        self.saves = Checkpoints(folder / case / saved, self.engines, self.ema, self.system, self.run.save)
+        self.batches = Watched(Batches(
+            open_sources(self.run.data)[0], global_batch=self.run.batch.global_, seed=self.run.seed, rank=ranks.rank(),
+            micro_batch=job.settings["train_micro_batch_size_per_gpu"], world=ranks.world(), num_workers=0,
+            flip=self.run.data.flip))
+
+    def steps(self, first: int, last: int) -> list[dict]:
+        """Of each step the mean loss of every part over all micro-batches and ranks, and the samples."""
+        told = []
+        for step in range(first, last):
+            losses: dict[str, list[Tensor]] = {}
+            add = lambda part, terms: losses.setdefault(part, []).append(terms["loss"].double())
+            take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add=add))
+            self.ema.update(step, self.engines.applied())
+            means = {part: (ranks.total(sum(found)) / len(found) / ranks.world()).item()
+                     for part, found in losses.items()}
+            told.append({"losses": means, "samples": self.batches.taken()})
+        return told
+
+    def state(self) -> dict[str, Tensor]:
+        """What a run leaves, by kind: master/, exp_avg/, exp_avg_sq/, ema.../, system/, updates/."""
+        found = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
+        for part, masters in self.engines.masters.items():
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS},
+                     **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()}}
+            found |= {f"{kind}/{part}/{name}": value for kind, flats in kinds.items()
+                      for name, value in gathered(masters, flats).items()}
+            found[f"updates/{part}"] = torch.tensor(masters.updates)
+        return found
+
+    def save(self, step: int) -> None:
+        self.saves.save(step, last=True)              # which raises where it fails
+
+
+def truth(folder: Path) -> None:
+    for case in CASES:
+        trial = Trial(folder, case, 2)
+        trial.steps(0, BEFORE)
+        trial.save(BEFORE)
+        found = {"begun": trial.state(), "steps": trial.steps(BEFORE, BEFORE + AFTER), BEFORE + AFTER: trial.state()}
+        found["steps"] += trial.steps(BEFORE + AFTER, BEFORE + AFTER + EXTRA)
+        found[BEFORE + AFTER + EXTRA] = trial.state()
+        if ranks.rank() == 0:
+            torch.save(found, folder / case / "truth.pt")
+
+
+def elsewhere(folder: Path) -> None:
+    """Goes on from the 2 ranks' checkpoint at each of this world's stages."""
+    figures = {}
+    for case in CASES:
+        for stage in PLACES[ranks.world()]:
+            began = time.process_time()
+            trial = Trial(folder, case, stage)
+            first = trial.saves.resume()
+            assert first == BEFORE
+            steps = trial.steps(first, first + EXTRA)
+            if (ranks.world(), stage) == (4, 3):
+                other = Checkpoints(folder / case / "of4", trial.engines, trial.ema, trial.system)
+                other.save(first + EXTRA, last=True)
+            steps += trial.steps(first + EXTRA, first + AFTER)
+            figures[f"{case} 2/2 -> {ranks.world()}/{stage}"] = compared(folder, case, trial, first, steps)
+            figures[f"{case} 2/2 -> {ranks.world()}/{stage}"]["seconds"] = time.process_time() - began
+    write(folder, figures, f"{ranks.world()}")
+
+
+def back(folder: Path) -> None:
+    figures = {}
+    for case in CASES:
+        trial = Trial(folder, case, BACK[1], "of4")
+        first = trial.saves.resume()
+        assert first == BEFORE + EXTRA
+        figures[f"{case} 4/3 -> 1/{BACK[1]}"] = compared(folder, case, trial, first, trial.steps(first, first + AFTER))
+    write(folder, figures, "back")
+
+
+def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict]) -> dict:
+    """How far the steps after `first` and what they left are from the truth."""
+    wanted, state = torch.load(folder / case / "truth.pt"), trial.state()
+    there, begun = wanted[first + AFTER], wanted["begun"]
+    assert state.keys() == there.keys()
+    expected = wanted["steps"][first - BEFORE: first - BEFORE + AFTER]
+    off: dict[str, float] = {}
+    for a, b in zip(steps, expected, strict=True):
+        assert a["losses"].keys() == b["losses"].keys()
+        for part, loss in b["losses"].items():
+            off[part] = max(off.get(part, 0.0), abs(a["losses"][part] - loss) / abs(loss))
+    kinds = sorted({name.partition("/")[0] for name in there})
+    furthest = lambda a, b, kind: max((a[name] - b[name]).double().abs().max().item() for name in there
+                                      if name.startswith(f"{kind}/"))
+    return {"losses": off, "apart": {kind: furthest(state, there, kind) for kind in kinds},
+            "moved": {kind: furthest(begun, there, kind) for kind in kinds},
+            "same": all(torch.equal(a["samples"][name], b["samples"][name])
+                        for a, b in zip(steps, expected) for name in ("key", "position", "content")),
+            "distinct": len(torch.cat([step["samples"]["key"] for step in steps]).unique()),
+            "batch": [ranks.world(), trial.settings["train_micro_batch_size_per_gpu"],
+                      trial.settings["gradient_accumulation_steps"]], "skipped": trial.engines.skipped()}
+
+
+def native(folder: Path) -> None:
+    """save.format=deepspeed on 2 ranks: a run's folder for each of NATIVE, gone on from, and by DeepSpeed's own tools.
+
+    What the tools make of it: CASE-STAGE/merged.pt, by zero_to_fp32, and CASE-STAGE/universal/PART, by ds_to_universal.
+    """
+    figures = {}
+    for case, stage in NATIVE:
+        name = f"{case}-{stage}"
+        trial = Trial(folder, case, stage, f"{name}/checkpoints", ("save.format=deepspeed",))
+        trial.steps(0, LATE)
+        trial.save(LATE)
+        wanted, expected = trial.state(), trial.steps(LATE, LATE + 3)
+        again = Trial(folder, case, stage, f"{name}/checkpoints", ("save.format=deepspeed",))
+        assert again.saves.resume() == LATE
+        state, steps = again.state(), again.steps(LATE, LATE + 3)
+        figures[name] = {"differ": [key for key in wanted if not torch.equal(wanted[key], state[key])],
+                         "losses": [step["losses"] for step in steps] == [step["losses"] for step in expected],
+                         "crossed": crossed(folder / case / name, Trial(folder, case, stage), again, wanted),
+                         "refused": refusal(folder, case, 3 - stage % 2, name)}
+        if ranks.rank() == 0:
+            torch.save(wanted, folder / case / name / "truth.pt")
+            (folder / case / name / "run.yaml").write_text(recipe.dump(again.run), encoding="utf-8")
+    write(folder, figures, "native")
+
+
+def crossed(at: Path, plain: Trial, own: Trial, wanted: dict[str, Tensor]) -> list[str]:
+    """What is lost, or wrongly reported, where a run goes over to fragments and back to DeepSpeed's own files."""
+    said: list[str] = []
+    Checkpoints(at / "checkpoints", plain.engines, plain.ema, plain.system, report=said.append).resume()
+    state = plain.state()
+    lost = [key for key in wanted if not torch.equal(wanted[key], state[key])]
+    plain.steps(LATE, LATE + 1)
+    Checkpoints(at / "crossed", plain.engines, plain.ema, plain.system).save(LATE + 1, last=True)
+    Checkpoints(at / "crossed", own.engines, own.ema, own.system, own.run.save, said.append).resume()
+    wanted, state = plain.state(), own.state()
+    return said + lost + [key for key in wanted if not torch.equal(wanted[key], state[key])]
+
+
+def tools(folder: Path) -> None:
+    """DeepSpeed's two tools on what `native` left, in one process; and one rank, which cannot go on from it."""
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    figures = {}
+    for case, stage in NATIVE:
+        name = f"{case}-{stage}"
+        at = folder / case / name / "checkpoints" / f"step_{LATE:08d}" / "deepspeed"
+        parts = sorted(path.name for path in at.iterdir() if path.is_dir())
+        merged = {part: get_fp32_state_dict_from_zero_checkpoint(str(at), tag=part) for part in parts}
+        torch.save({part: {key: value.clone() for key, value in state.items()} for part, state in merged.items()},
+                   folder / case / name / "merged.pt")
+        for part in parts:
+            sys.argv[1:] = ["--input_folder", str(at / part), "--output_folder",
+                            str(folder / case / name / "universal" / part), "--num_extract_workers", "1",
+                            "--num_merge_workers", "1"]
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+        figures[name] = {"refused": refusal(folder, case, stage, name)}
+    write(folder, figures, "tools")
+
+
+def refusal(folder: Path, case: str, stage: int, name: str) -> str:
+    try:
+        Trial(folder, case, stage, f"{name}/checkpoints", ("save.format=deepspeed",)).saves.resume()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def write(folder: Path, figures: dict, name: str) -> None:
+    if ranks.rank() == 0:
+        (folder / f"figures-{name}.json").write_text(json.dumps(figures))
+
+
+def group(world: int, work: Callable[[Path], None], folder: Path) -> None:
+    """`work` on `world` forked ranks, to their end."""
+    began, port = time.perf_counter(), free_port()
+    pids = [fork(rank, world, port, work, folder) for rank in range(world)]
+    failed = [os.waitpid(pid, 0)[1] for pid in pids]
+    print(f"{work.__name__} on {world} ranks: {time.perf_counter() - began:.1f} s", flush=True)
+    assert not any(failed), f"{work.__name__} on {world} ranks ended with {failed}"
+
+
+def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port))
+        torch.set_num_threads(1)
+        start()
+        work(folder)
+        ranks.leave()
+        code = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main(folder: Path) -> None:
+    prepare_environment()
+    import deepspeed.checkpoint.ds_to_universal                           # once, for all the forks, as what follows
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3                                  # noqa: F401
+    kl.blocks()
+    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    for stage in range(4):
+        zero = {"stage": stage}
+        if stage == 3:
+            zero |= {"sub_group_size": 3000, "stage3_param_persistence_threshold": 300}
+        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
+    tokenizers.save(folder / "tokens", patch_size=8)
+    group(2, truth, folder)
+    for world in PLACES:
+        group(world, elsewhere, folder)
+    group(1, back, folder)
+    group(2, native, folder)
+    group(1, tools, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

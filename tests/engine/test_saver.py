@@ -1,0 +1,195 @@
+"""Saving beside training: what is written, how long training waits, what a failure leaves."""
+
+import resource
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dstrain import ranks
+from dstrain.engine import snapshot
+from dstrain.engine.fragments import Fragment, Shards, write_shard
+from dstrain.engine.saver import Saver
+from dstrain.engine.store import Store
+from tests.support import gloo
+
+SIZE = 5000
+
+
+class Trial:
+    """A saver of one live tensor, whose writer waits until it is let go."""
+
+    def __init__(self, folder: Path, asynchronous: bool = True):
+        self.values, self.reports, self.saved, self.gate = torch.zeros(SIZE), [], [], threading.Event()
+        self.gate.set()
+        self.saver = Saver(Store(folder, keep=2), asynchronous, self.reports.append, self.saved.append)
+
+    def save(self, step: int, last: bool = False, score: float | None = None) -> None:
+        whole = Fragment("weight", (SIZE,), 0, SIZE)
+        self.saver.save(step, {"net": [("master", whole, self.values)]}, self.write, need_bytes=4 * SIZE, score=score,
+                        last=last)
+
+    def write(self, folder: Path, entries: dict) -> None:
+        assert self.gate.wait(60)
+        write_shard(folder / f"net-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors", entries["net"])
+
+    def read(self, step: int) -> torch.Tensor:
+        with Shards(self.saver.store.folder / f"step_{step:08d}", "net") as shards:
+            return shards.read("master", "weight")
+
+
+@contextmanager
+def no_room():
+    """The disk takes 4096 bytes of a file and no more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_is_saved_is_what_was_there(tmp_path):
+    """Oracle: the values at each call, changed while the writer waits; the second save waits for the first."""
+    trial = Trial(tmp_path)
+    trial.gate.clear()
+    trial.values.fill_(1.0)
+    trial.save(1)
+    assert trial.saver.store.steps() == [] and trial.saver.newest == 0
+    trial.values.fill_(2.0)
+    letting_go = threading.Timer(0.5, trial.gate.set)
+    letting_go.start()
+    began = time.perf_counter()
+    trial.save(2)
+    assert time.perf_counter() - began > 0.4 and trial.saver.newest == 1, "two saves were in flight"
+    trial.values.fill_(3.0)
+    trial.saver.settle()
+    trial.save(3, last=True)
+    assert trial.saver.newest == 3 and trial.saved == [1, 2, 3] and trial.saver.store.steps() == [2, 3]
+    assert torch.equal(trial.read(2), torch.full((SIZE,), 2.0)) and torch.equal(trial.read(3), trial.values)
+    assert [line.split(" in ")[0] for line in trial.reports] == ["saved step 1", "saved step 2", "saved step 3"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
+    """Oracle: the limit on a file's size: reported, nothing left, the older step verifies, the next save succeeds."""
+    trial = Trial(tmp_path)
+    trial.save(1)
+    trial.saver.settle()
+    with no_room():
+        trial.save(2)
+        trial.saver.settle()
+    assert "saving step 2 failed: OSError" in trial.reports[-1] and "File too large" in trial.reports[-1]
+    assert trial.saver.newest == 1 and trial.saved == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step_00000001"]
+    assert Store(tmp_path).newest()[0] == 1
+    trial.save(3)
+    trial.saver.settle()
+    assert trial.saver.newest == 3 and Store(tmp_path).newest()[0] == 3
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
+    """Oracle: the count by hand: a success between failures begins it anew; the last save is tried in any case."""
+    trial = Trial(tmp_path, asynchronous)
+    with no_room():
+        trial.save(1)
+        trial.save(2)
+        trial.saver.settle()
+    trial.save(3)
+    trial.saver.settle()
+    with no_room():
+        trial.save(4)
+        trial.save(5)
+        with pytest.raises(OSError, match=r"step 6 could not be saved: .*File too large.*make room"):
+            trial.save(6)
+            trial.save(7)
+    assert Store(tmp_path).newest()[0] == 3
+    trial.save(8, last=True)
+    assert trial.saver.newest == 8
+    with no_room(), pytest.raises(OSError, match="step 9 could not be saved"):
+        trial.save(9, last=True)
+
+
+def test_the_save_in_flight_counts_as_the_best(tmp_path):
+    """Oracle: the lowest score so far by hand, while its checkpoint is still being written."""
+    trial = Trial(tmp_path)
+    trial.save(1, score=0.5)
+    trial.saver.settle()
+    trial.gate.clear()
+    trial.save(2, score=0.3)
+    assert trial.saver.store.steps() == [1]
+    assert not trial.saver.improves(0.4) and not trial.saver.improves(0.3) and trial.saver.improves(0.2)
+    trial.gate.set()
+    trial.saver.settle()
+    assert not trial.saver.improves(0.3) and trial.saver.improves(0.2)
+
+
+def test_an_error_lets_the_save_end(tmp_path):
+    """Oracle: the folder after an error has ended training, and after an interrupt, which waits for nothing."""
+    for error, steps in ((FloatingPointError, [1]), (KeyboardInterrupt, [])):
+        trial = Trial(tmp_path / error.__name__)
+        trial.gate.clear()
+        letting_go = threading.Timer(0.5, trial.gate.set)
+        with pytest.raises(error):
+            try:
+                trial.save(1)
+                letting_go.start()
+                raise error
+            finally:
+                trial.saver.close()
+                found = trial.saver.store.steps()
+        assert found == steps
+        letting_go.join()
+        trial.saver.settle()
+
+
+def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
+    """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 4 * SIZE)
+    trial = Trial(tmp_path)
+    trial.save(1)
+    assert trial.saver.store.steps() == [1]
+    assert "training waits for each save" in trial.reports[0] and "has no room" in trial.reports[0]
+    trial.save(2)
+    assert trial.saver.newest == 2 and len(trial.reports) == 3
+
+
+def test_memory_of_a_container(tmp_path, monkeypatch):
+    """Oracle: the limit, the use and the reclaimable cache that the container's files say; psutil for the host."""
+    psutil = pytest.importorskip("psutil")
+    monkeypatch.setattr(snapshot, "_CGROUP", tmp_path)
+    assert abs(snapshot.available_memory() - psutil.virtual_memory().available) < 1e9
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
+    (tmp_path / "memory.max").write_text("8000\n")
+    assert snapshot.available_memory() == 8000 - 5000 + 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert snapshot.available_memory() > 1e6
+
+
+def talk_while_saving(rank: int, folder: Path) -> tuple[bool, list[int], float]:
+    trial = Trial(folder)
+    right = True
+    for step in range(1, 6):
+        trial.values.fill_(10 * step + rank)
+        trial.save(step)
+        for number in range(200):
+            right &= ranks.agreed_max(number + rank) == number + 1
+            right &= ranks.from_first((step, number, "main")) == (step, number, "main")
+        if rank == 1:
+            time.sleep(0.02 * step)              # the ranks' threads and main threads drift apart
+    with no_room() if rank == 1 else open("/dev/null"):
+        trial.save(6)
+        trial.saver.settle()
+    return right, trial.saver.store.steps(), trial.saver.newest
+
+
+def test_words_of_two_threads_do_not_mix(tmp_path):
+    """Oracle: the values sent by two ranks' main threads while saves are in flight; one rank's full disk fails both."""
+    for right, steps, newest in gloo.run(tmp_path, talk_while_saving, tmp_path / "checkpoints"):
+        assert right and steps == [4, 5] and newest == 5
+
+

@@ -1,0 +1,155 @@
+"""Two hosts, each with its own network, name and processes, and the README's command for several machines.
+
+    deepspeed --hostfile hosts launch/train.py --ds_config ds_configs/zero3.json ...
+
+The ways to lose what a run on one machine cannot: the launcher, the link, the folder.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dstrain.engine.manifest import faults, manifest
+from tests.support import machines
+from tests.support.launch import ROOT, command, environment
+from tests.support.runs import RECIPE, files, finish, metrics, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(machines.missing() is not None, reason=str(machines.missing()))]
+
+STEPS = 60
+PATIENCE = 30                                     # seconds without a word; a busy machine may need some to start ranks
+RUN = ("--recipe", RECIPE, "--ds_config", "ds_configs/zero3.json", f"steps={STEPS}", "every.sample=0", "every.save=10",
+       f"faults.timeout_minutes={PATIENCE / 60}")
+# What multinode.md tells a user to set: a connection that is silent for six seconds is over.
+ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=3"}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with machines.two_hosts(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
+
+
+class Driven:
+    """A training that is driven from the first host."""
+
+    def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object):
+        self.hosts, self.log = hosts, place / "output"
+        line = machines.deepspeed("--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}", "launch/train.py",
+                                  *RUN, *words)
+        with open(self.log, "w") as output:
+            self.process = subprocess.Popen(hosts[0].words(*line, folder=place), env=environment(**ALIVE),
+                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        self._place = place
+
+    def saved(self, folder: Path, step: int) -> None:
+        """Waits until a step is saved."""
+        wait_for(folder / "checkpoints" / f"step_{step:08d}", self.process, self.log, 240)
+
+    def ends(self, seconds: float) -> int:
+        """Waits until nothing of the training runs on any host; the launcher's exit code."""
+        code, end = self.process.wait(seconds), time.monotonic() + seconds
+        while left := [words for host in self.hosts for words in host.processes().values()]:
+            assert time.monotonic() < end, f"{left} live on"
+            time.sleep(0.1)
+        return code
+
+    def said(self) -> dict[int, str]:
+        """What each rank has said last; it reaches no launcher over a broken link."""
+        logs = sorted((self._place / "ranks").iterdir())
+        return {rank: [log.read_text() for log in logs if log.name.endswith(f"_rank{rank}.log")][-1] for rank in (0, 1)}
+
+
+@pytest.fixture
+def train(hosts, tmp_path):
+    """Starts trainings in a workplace; whatever is left when the test is over is ended."""
+    place, started = machines.workplace(tmp_path / "place"), []
+
+    def start(*words: object) -> Driven:
+        started.append(Driven(hosts, place, *words))
+        return started[-1]
+
+    yield start
+    for host in hosts:
+        host.link("up")
+        for pid in host.processes():
+            os.kill(pid, signal.SIGKILL)
+    for driven in started:
+        driven.process.wait(20)
+
+
+def assert_whole(folder: Path) -> int:
+    """Every checkpoint of a run agrees with its manifest; the last one's step."""
+    steps = sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+    for path in steps:
+        said = manifest(path)["files"]
+        assert not faults(path, sorted(said), said)
+    return int(steps[-1].name.removeprefix("step_"))
+
+
+def kill(host: machines.Host, wanted: Callable[[list[str]], bool]) -> int:
+    """kill -9 of the processes of a host whose command line is wanted; how many they were."""
+    found = [pid for pid, words in host.processes().items() if wanted(words)]
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return len(found)
+
+
+def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path):
+    """Oracle: an uninterrupted run on one machine: after both faults the same command ends with the same bits."""
+    folder = tmp_path / "run"
+
+    # The driving host's launcher dies, and its connections with it: the ranks save the same step and end by themselves.
+    driven = train(f"folder={folder}", "--from-scratch")
+    driven.saved(folder, 10)
+    assert kill(hosts[0], lambda words: words[0] in ("pdsh", "ssh") or words[1:2] == [machines.deepspeed()[1]]) >= 4
+    driven.ends(90)
+    at, log = int((folder / "saved").read_text()), (folder / "log.txt").read_text()
+    assert f"stopped at step {at} (the launcher has gone" in log or f"stopped at step {at} (another rank" in log, log
+    assert assert_whole(folder) == at < STEPS - 20
+
+    # The link is cut: each rank waits for as long as the recipe says, tells what happened, and ends.
+    driven = train(f"folder={folder}")
+    driven.saved(folder, (at // 10 + 1) * 10)
+    hosts[1].link("down")
+    assert driven.ends(PATIENCE + 60) != 0
+    for (rank, text), host in zip(driven.said().items(), machines.NAMES):
+        assert f"error: rank {rank} on {host} no longer hears from another rank" in text, text[-3000:]
+        assert "Traceback" in text and "faults.timeout_minutes" in text
+    assert "rank 0 on host-a no longer hears" in (folder / "log.txt").read_text()
+    assert at < assert_whole(folder) < STEPS
+
+    hosts[1].link("up")
+    driven = train(f"folder={folder}")
+    assert driven.ends(240) == 0, driven.said()
+    assert f"complete: {STEPS} steps" in (folder / "log.txt").read_text()
+
+    whole = tmp_path / "whole"
+    finish(command("launch/train.py", *RUN[:2], "--ds_config", ROOT / "ds_configs/zero3.json", *RUN[4:],
+                   f"folder={whole}", num=2, launcher=False))
+    assert files(folder, STEPS) == files(whole, STEPS)
+    assert metrics(folder)[-1] == metrics(whole)[-1]
+
+
+def test_a_folder_that_is_not_shared_is_refused(train, hosts, tmp_path):
+    """Oracle: the folder on both hosts: nothing there has moved, come or gone; one message names it, and the host."""
+    shared = tmp_path / "runs"
+    (shared / "run").mkdir(parents=True)
+    (shared / "run" / "notes.txt").write_text("of an earlier run")
+    hosts[1].run("mount", "-t", "tmpfs", "tmpfs", str(shared))
+    try:
+        driven = train(f"folder={shared / 'run'}", "--from-scratch")
+        assert driven.ends(150) == 2
+        there = hosts[1].run("ls", "-A", str(shared))
+    finally:
+        hosts[1].run("umount", str(shared))
+    said = driven.said()
+    assert (f"folder={shared / 'run'} is not shared: rank 1 on host-b does not see what rank 0 on host-a wrote there; "
+            "put it on a file system that all machines mount") in said[0], said[0][-3000:]
+    assert "not shared" not in said[1] and "Traceback" not in said[0] + said[1]
+    assert there == "" and {path.name for path in (shared / "run").iterdir()} == {"notes.txt", ".lock"}
