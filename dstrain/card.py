@@ -30,15 +30,17 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
             what of it was taken                                   errors against the trained network, relative
     """
     sealed, run = manifest(checkpoint), _published(run)
+    imported = sealed["extra"].get("imported")                            # of launch/import.py's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join([f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}"
                                                   for library in _LIBRARIES)])
     data = (folder / "data.txt").read_text(encoding="utf-8").strip() if (folder / "data.txt").exists() else "unknown"
     facts = {
         "System": f"{run.system}, as diffusers' {name}", "Run": run.name,
-        "Step": f"{sealed['step']:,} of {run.steps:,}",
-        "Weights": "; ".join(f"{part}: {_said(kind)}" for part, kind in kinds.items()),
-        "Seed": str(run.seed), "Data": f"{run.data.path} ({data})", "Trained with": versions, "Exported with": here,
+        "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
+        "Weights": "; ".join(f"{part}: {'as imported' if imported else _said(kind)}" for part, kind in kinds.items()),
+        "Seed": str(run.seed), "Data": "unknown" if imported else f"{run.data.path} ({data})",
+        "Imported with" if imported else "Trained with": versions, "Exported with": here,
         "Difference": ", ".join(f"{error:.1e} ({of})" for of, error in errors.items())
                       + ", relative, of what diffusers computes from this folder and the trained network"}
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]

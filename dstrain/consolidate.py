@@ -87,7 +87,7 @@ def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
         tmp.mkdir(parents=True)
         free = shutil.disk_usage(tmp).free
         if free < plan.nbytes:
-            raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB free")
+            raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
         plan.verify(told)
         files: dict[str, dict[str, Any]] = {}
         for part, entries in plan.parts.items():

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -71,8 +72,11 @@ def export(order: Order) -> Exported:
     if order.out.exists() and (not order.out.is_dir() or any(order.out.iterdir())):
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     system = systems.build(run.system, run.model)
+    if order.statistics and not system.encodes:
+        raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {order.run} trains {run.system}: "
+                          "leave it out")
     checkpoint = runs.checkpoint(order.run, order.step)
-    kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
+    kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw, every=True)
     if writer is not None:                                        # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
@@ -95,9 +99,9 @@ def export(order: Order) -> Exported:
         if order.out.is_dir():
             order.out.rmdir()
         os.rename(tmp, order.out)
-    except OSError as error:
-        raise ConfigError(f"--out {order.out} cannot be written ({error.strerror}): name a folder that can "
-                          "be written") from None
+    except (OSError, SafetensorError) as error:                   # the second of a full disk, too
+        raise ConfigError(f"--out {order.out} cannot be written ({getattr(error, 'strerror', None) or error}): name a "
+                          "folder that can be written and has room") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return done

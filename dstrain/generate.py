@@ -78,6 +78,17 @@ def generate(order: Order) -> Path:
     request, captions = _request(order, stages[0].run, stages[0].system, given, clip)
     further = _further(order, stages[0].run, stages[0].system)
     out = ranks.from_first(folder_for(order.out, stages[-1].folder) if ranks.rank() == 0 else None)
+    try:
+        _write(order, out, stages, request, captions, further, clip)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({error.strerror or error}): make room, or name a folder "
+                          "elsewhere") from None
+    ranks.barrier()
+    return out
+
+
+def _write(order: Order, out: Path, stages: list[Stage], request: Request, captions: list[str] | None,
+           further: list[dict[str, Tensor]], clip: Length | None) -> None:
     with tqdm(total=order.num, unit="sample", disable=None if ranks.rank() == 0 else True) as bar:
         rounds = _drawn(stages, order, request, further, clip)
         numbers, samples = next(rounds)                                   # an order that cannot be leaves no folder
@@ -92,8 +103,6 @@ def generate(order: Order) -> Path:
             bar.update(len(numbers))
             numbers, samples = next(rounds, (None, None))
     keep.close()
-    ranks.barrier()
-    return out
 
 
 # ----------------------------------------------------------------------------------------------------------- the runs

@@ -33,6 +33,8 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     ValueError: unreadable, damaged, or it does not fit, with the remedy.
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
+    if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
+        path = path.parent                                               # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
         if newest is None:
@@ -43,7 +45,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
         found, absent = _of_checkpoint(path, system, first, others)
     elif files := _consolidated(path, first, others):
-        _unaltered(path, files.values())
+        _unaltered(files.values())
         found = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
         absent = _anew(path, [part for part in others if part not in found])
     elif config := _config_of_diffusers(path, system):
@@ -55,7 +57,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ValueError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
                              f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
-        _unaltered(path, [path])
+        _unaltered([path])
         found, absent = {first: _adapted(system, first, read(path), path)}, _anew(path, others)
     found[first][1].extend(absent)
     return found
@@ -90,14 +92,17 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def _unaltered(folder: Path, paths: Iterable[Path]) -> None:
-    """ValueError: a file of a consolidated folder, below one of `paths`, has other bytes than were written."""
+def _unaltered(paths: Iterable[Path]) -> None:
+    """ValueError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
+    paths = [path.absolute() for path in paths]
+    above = (paths[0], *paths[0].parents)[:3]                             # of a file: its part's folder, and all parts'
+    folder = next((folder for folder in above if (folder / CONSOLIDATED).is_file()), None)
+    if folder is None:
+        return
     try:
         files = json.loads((folder / CONSOLIDATED).read_text(encoding="utf-8")).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
         wrong = faults(folder, names, files)
-    except (FileNotFoundError, NotADirectoryError):
-        return
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
     if wrong:

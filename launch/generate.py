@@ -37,7 +37,7 @@ of videos:
 examples:
   python launch/generate.py runs/dit-small --num-samples 40 --guidance-scale 4
   python launch/generate.py runs/phenaki-small --scenes story.txt --num-samples 4
-  python launch/generate.py runs/iddpm-small --then runs/iddpm-small-upsampler
+  python launch/generate.py runs/iddpm-small-14 --then runs/iddpm-small-upsampler
   deepspeed launch/generate.py runs/dit-small --num-samples 50000 --labels 7 --no-pngs --batch 64
 """
 

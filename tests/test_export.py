@@ -1,6 +1,7 @@
 """Exports to diffusers without a run: what is written, read back, measured and refused. Whole runs: tests/launch."""
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -265,6 +266,32 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
         first_stage.of_run(tmp_path / "both")
+    system = systems.build("vae", recipe.load(folder / "run.yaml").model)
+    for given in (tmp_path / "both", path.parent, path):                 # the folder, one part's of it, one file
+        with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
+            fitted(given, system)
+
+
+@pytest.mark.parametrize("format", ["diffusers", "safetensors"])
+def test_a_full_disk(tmp_path, format):
+    """Oracle: a process whose files may not grow beyond 4 kB: what is wrong, in a line, and nothing left."""
+    folder, _ = begun(tmp_path, "tiny-vae")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.* and has room"):
+            export(Order(folder, tmp_path / "out", format))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-vae"]
+
+
+def test_statistics_are_an_autoencoders(tmp_path):
+    """Oracle: the option named, and nothing left, where what is exported encodes nothing."""
+    folder, _ = begun(tmp_path, "tiny", *DIT)
+    with pytest.raises(ConfigError, match="--statistics .* trains dit: leave it out"):
+        export(Order(folder, tmp_path / "out", statistics=tmp_path))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported_is_told(tmp_path):

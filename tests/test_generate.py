@@ -1,15 +1,19 @@
 """What generate writes and reads: the .npz in pieces, pictures to begin from. Whole orders: tests/launch."""
 
+import resource
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dstrain import recipe
+from dstrain import recipe, systems
 from dstrain.config import ConfigError, Run
 from dstrain.data.pixels import read_pictures
 from dstrain.generate import Order, generate
 from dstrain.track.pictures import Album
+from tests.support import checkpoints
+from tests.support.launch import ROOT
 
 
 @pytest.fixture
@@ -64,7 +68,7 @@ def test_pictures_of_a_folder(tmp_path, pictures):
     assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK not a zip", None])
+@pytest.mark.parametrize("content", [b"", b"PK not a zip", b"PK\3\4 cut off", None])
 def test_no_pictures(tmp_path, content):
     """Oracle: a ValueError that names the path."""
     path = tmp_path / "x.npz"
@@ -98,3 +102,17 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
     with pytest.raises(ConfigError, match=message.replace("RUN", str(tmp_path))) as found:
         generate(Order(tmp_path, **words))
     assert len(found.value.problems) == 1 and "\n" not in str(found.value)
+
+
+def test_a_full_disk(tmp_path):
+    """Oracle: a process whose files may not grow beyond 2 kB: what is wrong, in a line."""
+    run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1"])
+    run = recipe.check(run, systems.config_class("dit"))
+    folder = checkpoints.write(tmp_path / "run", run, systems.build("dit", run.model).networks())
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.*: make room"):
+            generate(Order(folder, num=2, out=tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

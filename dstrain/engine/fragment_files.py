@@ -74,7 +74,7 @@ def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     except FileNotFoundError:
         raise damaged(checkpoint, f"{COMMON} is missing") from None
     except ValueError as error:
-        raise damaged(checkpoint, str(error)) from None
+        raise damaged(checkpoint, f"{COMMON}: {error}") from None
     prefix = f"buffer/{part}/"
     for name, entry in header.items():
         if name.startswith(prefix):

@@ -26,8 +26,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from dstrain.engine.streams import MAX_HEADER, read_header
+
 _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
-_MAX_HEADER = 100_000_000   # bytes, the limit of the safetensors library
 _OPEN_FILES = 64            # shards held open: a thousand would meet the limit on descriptors
 
 
@@ -81,8 +82,8 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise ValueError(f"{path}: a header of {len(text)} bytes, the limit is {_MAX_HEADER}")
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"{path}: a header of {len(text)} bytes, the limit is {MAX_HEADER}")
 
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -196,21 +197,15 @@ class Shards:
     def _index(self, shard: int) -> None:
         path = self.paths[shard]
         try:
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > _MAX_HEADER:
-                    raise ValueError(f"a header of {length} bytes")
-                header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__")
-            index = json.loads(metadata.pop("fragments"))
-            for key, (shape, start, numel) in index.items():
+            header, metadata, data = read_header(path)
+            for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
                 kind, name = key.split("/", 1)
                 fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)
                 entry = header[key]
                 if entry["dtype"] != "F32" or entry["shape"] != [numel]:
                     kept = f"{entry['dtype']} {entry['shape']}"
                     raise ValueError(f"{key} is {kept}, the index says F32 [{numel}]")
-                self._add(kind, fragment, shard, 8 + length + entry["data_offsets"][0])
+                self._add(kind, fragment, shard, data + entry["data_offsets"][0])
         except _ShapesDiffer:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -21,7 +21,7 @@ SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, 
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
 _CHUNK = 1 << 18            # bytes on the host at a time: they stay in the cache of a core
-_MAX_HEADER = 100_000_000   # bytes, the limit of the safetensors library
+MAX_HEADER = 100_000_000   # bytes, the limit of the safetensors library
 
 
 class Span(NamedTuple):
@@ -62,11 +62,11 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """(tensors, metadata, first byte of the data) of a safetensors file. ValueError: it is none."""
+    """(tensors, metadata, first byte of the data) of a safetensors file. ValueError: it is none, without its name."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER:
+            if length > MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
@@ -75,7 +75,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
             if last - first != math.prod(entry["shape"]) * SIZES[entry["dtype"]]:
                 raise ValueError("offsets that do not fit a shape")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error})") from None
+        raise ValueError(f"no readable safetensors file ({error})") from None
     return header, metadata, 8 + length
 
 
@@ -131,8 +131,8 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise ValueError(f"{path.name}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: give a smaller "
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"{path.name}: a header of {len(text)} bytes, readers take {MAX_HEADER}: give a smaller "
                          "--shard-size")
     with open(path, "wb", buffering=0) as out, _Files() as files:
         digest, head = Digest(), memoryview(len(text).to_bytes(8, "little") + text)

@@ -1,0 +1,54 @@
+"""Makes a run's folder of weights from elsewhere: python launch/import.py FILE --recipe RECIPE --out RUN [key=value]"""
+
+from pathlib import Path
+
+from dstrain import cli, options
+
+_HELP = """\
+Makes a run's folder of weights from elsewhere, which is then drawn from, evaluated, encoded with or exported as one
+that was trained here; to train on from such weights, give them as init_from= instead.
+
+usage:  python launch/import.py WEIGHTS --recipe RECIPE --out RUN [key=value ...]
+
+  WEIGHTS               an official DiT or IDDPM file, a DALLE-pytorch VAE, a folder of diffusers (DiT, UNet2DModel,
+                        AutoencoderKL, PriorTransformer), what launch/consolidate.py or export.py has written
+  --recipe RECIPE       what they are weights of: YAML; its data need not be here
+  --out RUN             a new folder
+
+It says how many tensors were loaded, replaced and left. Weights of another shape than the recipe's are refused, with
+the entries that decide it.
+
+examples:
+  python launch/import.py DiT-XL-2-256x256.pt --recipe launch/recipes/dit-xl2-imagenet256.yaml --out runs/published
+  python launch/generate.py runs/published --labels 207,360 --num-samples 8
+  python launch/import.py vae.pt --recipe launch/recipes/dvae-dalle-pytorch.yaml --out runs/dvae
+  python launch/encode.py runs/dvae --data /data/images --out tokens
+"""
+
+
+def _order(argv: list[str] | None = None):
+    parser = options.Parser(_HELP)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--out", type=Path)
+    said = parser.told(parser.parse_intermixed_args(argv))
+    weights, *overrides = said["words"] or [None]
+    for value, option in ((weights, "the file or folder of weights"), (said["recipe"], "the recipe: --recipe RECIPE"),
+                          (said["out"], "the folder to write: --out RUN")):
+        if value is None:
+            raise cli.ConfigError(f"name {option}; --help shows how")
+    run = cli.described(said["recipe"], Path(__file__).resolve().parents[1], overrides)
+    from dstrain.adopt import Order
+    return Order(Path(weights).expanduser(), run, said["out"])
+
+
+def main() -> None:
+    order = _order()
+    from dstrain import adopt
+    for note in adopt.adopt(order):
+        print(note)
+    print(f"{order.run.name} of these weights in {order.out}")
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
