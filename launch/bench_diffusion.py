@@ -10,15 +10,15 @@ ours     dstrain/diffusion; tests/diffusion/test_bench_diffusion.py shows that b
 Timed in turn, A B A B, on one thread; given are the fastest and the median, as ratios plain / ours. Measured
 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512) that other work kept busy, fastest:
 
-    q_sample              2.8 (2x3x64x64), 2.3 (8), 1.9 (32); 2.2 (32x3x32x32). Target 2.3. Ours passes twice over the
-                          data, plain three times; where memory is what is waited for that is all there is to gain, and
-                          one pass needs a compiler.
-    training_losses       5.3 (2x3x64x64), 8.6 (8), 19 (32); 8.2 (32x3x32x32). Target 5.
-      with its gradient   4.5 (2x3x64x64), 13 (8), 17 (32); 14 (32x3x32x32): a batch of two is mostly calls.
+    q_sample              2.7 (2x3x64x64), 2.2 (8), 2.0 (32); 2.3 (32x3x32x32). Target 2.3, missed by large batches:
+                          ours passes twice over the data, plain three times; where memory is what is waited for that
+                          is all there is to gain, and one pass needs a compiler.
+    training_losses       6.1 (2x3x64x64), 7.9 (8), 10 (32); 7.6 (32x3x32x32). Target 5.
+      with its gradient   4.5 (2x3x64x64), 7.1 (8), 9.9 (32); 6.6 (32x3x32x32): a batch of two is mostly calls.
     UniformSampler        29. Target 25. The uniform numbers themselves cost 0.08 ms for 2048 samples, since each
-                          belongs to its sample; with them the ratio is 1.9.
+                          belongs to its sample; with them the ratio is 1.8.
     LossSecondMoment      observe 30 to 38 at T = 1000, 25 to 31 at T = 4000 (target 30), where the weights of all t
-                          are half of it; sample 7.2 and 7.6 after an update, 10 and 13 again (target 5).
+                          are half of it; sample 7.4 and 7.6 after an update, 10 and 14 again (target 5).
 """
 
 import argparse
@@ -115,24 +115,30 @@ def losses() -> Iterator[tuple[str, Work, Work, Work]]:
     betas = schedule.betas("cosine", STEPS)
     plain, ours = PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
     for batch, size in ((2, 64), (8, 64), (32, 64), (32, 32)):
-        x_start, t, noise, out = problem(batch, size)
+        yield from of_shape(plain, ours, batch, size)
 
-        def drawn(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-            return lambda i: chain.q_sample(x_start, t[i], noise)
 
-        def forward(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-            return lambda i: chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)
+def of_shape(plain: "PlainDiffusion", ours: GaussianDiffusion, batch: int,
+             size: int) -> Iterator[tuple[str, Work, Work, Work]]:
+    """The lines of one shape, by themselves: all of them are asked for before the first is timed."""
+    x_start, t, noise, out = problem(batch, size)
 
-        def both(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-            def work(i: int) -> None:
-                out.grad = None
-                chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)["loss"].mean().backward()
-            return work
+    def drawn(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+        return lambda i: chain.q_sample(x_start, t[i], noise)
 
-        shape = f"{batch}x3x{size}x{size}"
-        yield f"q_sample {shape}", drawn(plain), drawn(ours), nothing
-        yield f"training_losses {shape}", forward(plain), forward(ours), nothing
-        yield f"  with its gradient {shape}", both(plain), both(ours), nothing
+    def forward(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+        return lambda i: chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)
+
+    def both(chain: PlainDiffusion | GaussianDiffusion) -> Work:
+        def work(i: int) -> None:
+            out.grad = None
+            chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)["loss"].mean().backward()
+        return work
+
+    shape = f"{batch}x3x{size}x{size}"
+    yield f"q_sample {shape}", drawn(plain), drawn(ours), nothing
+    yield f"training_losses {shape}", forward(plain), forward(ours), nothing
+    yield f"  with its gradient {shape}", both(plain), both(ours), nothing
 
 
 class PlainDiffusion:

@@ -32,6 +32,12 @@ def test_losses_are_the_same():
         torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-6)
 
 
+def test_every_line_times_the_shape_that_it_names():
+    """Oracle: the shape of what each line of q_sample returns, once all lines are known, as when they are timed."""
+    for name, *sides, _ in [line for line in bench_diffusion.losses() if line[0].startswith("q_sample")]:
+        assert ["x".join(map(str, work(0).shape)) for work in sides] == [name.split()[1]] * 2
+
+
 def test_histories_are_the_same():
     """Oracle: each other: losses kept, probabilities, and timesteps at the same uniform numbers, cold and warm."""
     random = np.random.RandomState(1)

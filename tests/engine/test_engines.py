@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3 on 2 ranks through the real launcher, against plain torch."""
+"""ZeRO 0 to 3 on 2 ranks, against plain torch."""
 
 import json
 

@@ -51,6 +51,12 @@ class IDDPMSystem(System):
 
     # ------------------------------------------------------------------------------------------------------- training
 
+    def accepts(self, source: Any) -> None:
+        """Images without class folders all bear the label 0, which teaches a table of labels nothing."""
+        if self.config.class_cond and self.config.num_classes > 1 and not source.classes:
+            raise ValueError("model.class_cond=true, and data.path has no class folders: put the images of each class "
+                             "into a folder of its own, or set model.class_cond=false")
+
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dstrain.engine import engines
 from dstrain.systems.iddpm import network as module
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
@@ -186,14 +187,17 @@ def test_precision(inputs):
     assert float((seen[0][0] - seen[0][1]).abs().max()) > 0.3
 
 
-def test_channels_last(inputs):
-    """Oracle: the same network on the same numbers in the other layout, and the layout kept up to the last layer."""
-    network, seen = random(UNet(**SMALL)), []
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", [UNet, SuperResUNet])
+def test_channels_last(kind, channels):
+    """Oracle: the same network without the engine's option, whose layers all see the other layout; also of grey images,
+    whose two layouts are the same bytes.
+    """
+    network, seen = random(kind(**SMALL | {"in_channels": channels})), []
     network.out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    x, t = inputs
-    out = network(x, t)
-    network = network.to(memory_format=torch.channels_last)
-    again = network(x.contiguous(memory_format=torch.channels_last), t)
-    torch.testing.assert_close(again, out, rtol=1e-4, atol=1e-5)
-    assert seen[1].is_contiguous(memory_format=torch.channels_last) and not seen[0].is_contiguous(
-        memory_format=torch.channels_last)
+    given = [randn(3, channels, 8, 8), torch.tensor([0, 7, 900])]
+    given += [randn(3, channels, 4, 4, seed=1)] * (kind is SuperResUNet)
+    out = network(*given)
+    network.register_forward_pre_hook(engines._channels_last)
+    torch.testing.assert_close(network(*given), out, rtol=1e-4, atol=1e-5)
+    assert [h.is_contiguous(memory_format=torch.channels_last) for h in seen] == [False, True]

@@ -1,4 +1,4 @@
-"""An IDDPM as diffusers' UNet2DModel and DDPMPipeline, there and back; what they cannot express, and what is no IDDPM."""
+"""An IDDPM as diffusers' UNet2DModel and DDPMPipeline, there and back; what they cannot express; what is none."""
 
 import json
 
@@ -173,8 +173,10 @@ def test_a_folder_that_diffusers_made(tmp_path):
 
 
 WRONG = {
-    "another class": (lambda f: edited(f, _class_name="AutoencoderKL"), "of class AutoencoderKL, system iddpm takes a UNet"),
-    "other heads": (lambda f: edited(f, attention_head_dim=8), "attention_head_dim is 8 .* makes 8 heads, and model.num_heads is 4"),
+    "another class": (lambda f: edited(f, _class_name="AutoencoderKL"),
+                      "of class AutoencoderKL, system iddpm takes a UNet"),
+    "other heads": (lambda f: edited(f, attention_head_dim=8),
+                    "attention_head_dim is 8 .* makes 8 heads, and model.num_heads is 4"),
     "other shift": (lambda f: edited(f, resnet_time_scale_shift="default"), "model.use_scale_shift_norm"),
     "other sinusoids": (lambda f: edited(f, flip_sin_to_cos=False), "flip_sin_to_cos is False .* True by this network"),
     "other levels": (lambda f: edited(f, block_out_channels=[32, 64, 96]), r"block_out_channels is \[32, 64, 96\]"),
