@@ -61,6 +61,7 @@ def number(path: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401       # loads dynamo and inductor: most of a life
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()     # once, for all the forks
     chance = random.Random(seed)
     for _ in range(kills):
