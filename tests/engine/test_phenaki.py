@@ -1,4 +1,4 @@
-"""MaskGit and its critics under ZeRO 0 to 3 on 2 ranks through the real launcher."""
+"""MaskGit and its critics under ZeRO 0 to 3 on 2 ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A generator and a discriminator as two engines, ZeRO 0 to 3 on 2 ranks through the real launcher."""
+"""A generator and a discriminator as two engines, ZeRO 0 to 3 on 2 ranks."""
 
 import json
 

@@ -43,9 +43,10 @@ def made(tmp_path_factory):
     return root
 
 
-def encoding(root, out, *words, num):
+def encoding(root, out, *words, num, launcher=False):
     return command("launch/encode.py", "--first-stage", root / "vae", "--data", root / "data", "--image-size", "64",
-                   "--out", out, "--batch", "8", "--shard-size", "20", "--max-bad-fraction", "0.05", *words, num=num)
+                   "--out", out, "--batch", "8", "--shard-size", "20", "--max-bad-fraction", "0.05", *words, num=num,
+                   launcher=launcher)
 
 
 def content(path):
@@ -54,7 +55,7 @@ def content(path):
 
 def test_the_same_bytes_on_two_ranks(made, tmp_path):
     """Oracle: the bytes that one process wrote."""
-    finish(encoding(made, tmp_path / "two", num=2))
+    finish(encoding(made, tmp_path / "two", num=2, launcher=True))
     assert len(content(made / "one")) == 14 and content(tmp_path / "two") == content(made / "one")
 
 
@@ -62,7 +63,7 @@ def test_the_same_bytes_on_two_ranks(made, tmp_path):
 def test_killed_in_the_middle(made, tmp_path, num, then):
     """Oracle: the undisturbed bytes: after kill -9 the same command, on other ranks, makes what is missing."""
     out = tmp_path / "out"
-    process = begin(encoding(made, out, num=num), tmp_path / "log")
+    process = begin(encoding(made, out, num=num, launcher=num > 1), tmp_path / "log")
     wait_for(out / "shard_00003.safetensors", process, tmp_path / "log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -82,7 +83,7 @@ def test_wrong_words(made, tmp_path):
                            (["--ema", "0.9"], "choose among a run"), (["--clips", "2"], "--clips is for videos"),
                            (["--flip"], "unrecognized arguments: --flip")):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
-    said = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2), code=2)
+    said = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
     assert "name one first stage" in said
     assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
 
@@ -172,7 +173,8 @@ def test_the_whole_way(tmp_path):
     run, stage, codes, dit = (tmp_path / name for name in ("vae", "first_stage", "latents", "dit"))
     overrides = [f"folder={run}", "model.kl.discriminator=null"]
     assert "complete: 40 steps" in finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml",
-                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2))
+                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2,
+                                                  launcher=True))
     said = finish(command("launch/export.py", run, "--out", stage, num=1))
     scale = float(re.search(r"scaling_factor ([\d.]+)", said)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)

@@ -57,7 +57,8 @@ def test_one_rank_and_two(run, tmp_path):
     found = []
     for ranks, batch in ((1, 16), (2, 5)):
         out = tmp_path / str(ranks)
-        said = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks))
+        said = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks,
+                              launcher=ranks > 1))
         found.append(only(out))
         assert found[-1]["ranks"] == ranks and f"{found[-1]['figures']['total']:.5g}" in said and "7 timesteps" in said
     assert_same(found[1], found[0], 1e-6)

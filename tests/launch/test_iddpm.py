@@ -1,8 +1,12 @@
-"""IDDPM through the real launcher: resumed, on other numbers of ranks, and as a chain with its upsampler."""
+"""IDDPM through the real launcher: resumed, on other numbers of ranks, measured, and as a chain with its upsampler."""
+
+import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from dstrain import draws, runs, systems
@@ -12,7 +16,7 @@ from dstrain.engine.checkpoint import COMMON, read_weights
 from dstrain.engine.store import Store
 from dstrain.sampling import draw_all
 from dstrain.systems.base import Request
-from tests.support.launch import ROOT, command
+from tests.support.launch import ROOT, command, here
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -23,7 +27,8 @@ STEPS = 60
 def history(folder, step=STEPS):
     """The timestep sampler that a checkpoint holds."""
     with safe_open(folder / "checkpoints" / f"step_{step:08d}" / COMMON, "pt") as file:
-        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file.keys() if name.startswith("system/")}
+        state = {name.removeprefix("system/"): file.get_tensor(name) for name in file.keys()
+                 if name.startswith("system/")}
     sampler = LossSecondMomentSampler(10, 3)
     sampler.load_state_dict(state)
     return sampler, state
@@ -45,19 +50,23 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_kill_minus_nine(undisturbed, stage):
-    """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages."""
+    """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages.
+
+    That run's ranks are forked; at stage 2 those of the killed one are the real launcher's.
+    """
     folder = undisturbed(stage)
     sampler, state = history(folder, 40)
     assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3      # warm, and not uniform
     killed = folder.parent / "killed"
-    kill_in_the_middle(train(killed, stage, recipe=RECIPE), killed, 40)
+    given = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
+    kill_in_the_middle(given(), killed, 40)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(train(killed, stage, recipe=RECIPE))
+    finish(given())
     assert_equal_runs(folder, killed)
 
 
 def test_best_is_kept(undisturbed):
-    """Oracle: the least held-out loss in metrics.jsonl: its step is there beside the newest two, and is called the best."""
+    """Oracle: the least held-out loss in metrics.jsonl: its step lies beside the newest two, named the best."""
     folder = undisturbed(2)
     losses = {line["step"]: line["held_out/loss"] for line in metrics(folder) if "held_out/loss" in line}
     assert sorted(losses) == [15, 30, 45, 60]
@@ -95,7 +104,8 @@ def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
 def test_an_average_of_choice(undisturbed, tmp_path):
     """Oracle: the checkpoint's own averages: two decays draw two pictures, and a third is refused."""
     run = undisturbed(2)
-    a, b = (read_weights(run / "checkpoints" / f"step_{STEPS:08d}", "denoiser", f"ema.{decay}") for decay in (0.9, 0.99))
+    saved = run / "checkpoints" / f"step_{STEPS:08d}"
+    a, b = (read_weights(saved, "denoiser", f"ema.{decay}") for decay in (0.9, 0.99))
     assert any(not torch.equal(a[name], b[name]) for name in a)
     words = ["launch/generate.py", run, "--num-samples", "2", "--no-pngs"]
     found = []
@@ -106,12 +116,34 @@ def test_an_average_of_choice(undisturbed, tmp_path):
     assert "holds no EMA of decay 0.5" in finish(command(*words, "--ema", "0.5", num=1), code=2)
 
 
+def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
+    """Oracle: two ranks with other batches than one's, over the whole chain; terms add up; raw weights differ."""
+    words, name = [undisturbed(2), "--num-samples", "37"], "step_00000060_{}_n37"
+    found = {}
+    for kind, batch in (("ema0.99", "16"), ("raw", "9")):
+        weights = ["--raw"] if kind == "raw" else ["--ema", "0.99"]
+        code, _, err = here("evaluate.py", [*words, *weights, "--batch", batch, "--out", tmp_path], monkeypatch, capsys)
+        assert code == 0 and (tmp_path / f"{name.format(kind)}.png").exists(), err
+        found[kind] = json.loads((tmp_path / f"{name.format(kind)}.json").read_text())
+    one = found["ema0.99"]
+    finish(command("launch/evaluate.py", *words, "--ema", "0.99", "--batch", "5", "--out", tmp_path / "two"))
+    two = json.loads((tmp_path / "two" / f"{name.format('ema0.99')}.json").read_text())
+    assert (one["ranks"], two["ranks"]) == (1, 2) and one["timesteps"] == two["timesteps"] == list(range(10))
+    for group in ("figures", "curves"):
+        for term, values in one[group].items():
+            assert two[group][term] == pytest.approx(values, rel=1e-5, abs=1e-9), term
+    assert sum(one["curves"]["vb"]) + one["figures"]["prior"] == pytest.approx(one["figures"]["total"], rel=1e-6)
+    assert len(one["curves"]["mse"]) == 10 and one["figures"]["total"] != found["raw"]["figures"]["total"]
+
+
 def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     """Oracle: the base's own pictures and labels handed to the upsampler's system, with other noise than theirs."""
     upsampler = tmp_path / "upsampler"
     finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=30",
-                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "samples.labels=null", recipe=RECIPE))
-    assert (upsampler / "samples" / "step_00000030.png").exists()
+                 "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "samples.labels=null",
+                 "samples.num=20", recipe=RECIPE))
+    grids = [Image.open(upsampler / "samples" / f"step_00000030{suffix}.png") for suffix in ("", "_low_res")]
+    assert grids[0].size == grids[1].size and grids[0].width > 10 * 32             # a class a column, in both
     words = ["launch/generate.py", undisturbed(2), "--num-samples", "5", "--batch", "2"]
     finish(command(*words, "--out", tmp_path / "small", num=1))
     for num in (1, 2):
@@ -134,8 +166,8 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     assert not np.array_equal(enlarged([0, 1, 2, 3, 4], small), large[0][..., 0])
     assert not np.array_equal(enlarged([7, 3, 7, 3, 7], 255 - small), large[0][..., 0])
 
-    finish(command("launch/generate.py", upsampler, "--low-res", tmp_path / "small", "--num-samples", "5", "--batch", "2",
-                   "--labels", "7,3", "--out", tmp_path / "again", num=1))
+    finish(command("launch/generate.py", upsampler, "--low-res", tmp_path / "small", "--num-samples", "5",
+                   "--batch", "2", "--labels", "7,3", "--out", tmp_path / "again", num=1))
     again = np.load(tmp_path / "again" / "samples_5x32x32x3.npz")["arr_0"]
     assert again.shape == large[0].shape and not np.array_equal(again, large[0])         # the chain's noise is its own
     said = finish(command("launch/generate.py", upsampler, num=1), code=2)

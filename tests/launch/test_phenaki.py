@@ -1,6 +1,7 @@
 """Phenaki through the real launcher: a tokenizer, its tokens, MaskGit with its critic, clips from texts and scenes."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ def killed_and_whole(folder, stage, *words, recipe):
     """The folder of an undisturbed run on 2 ranks, after one that was killed and given again has ended as it did."""
     whole, killed = folder / "whole", folder / "killed"
     assert f"complete: {STEPS} steps" in finish(train(whole, stage, *words, recipe=recipe))
-    kill_in_the_middle(train(killed, stage, *words, recipe=recipe), killed, 10)
+    given = partial(train, killed, stage, *words, recipe=recipe, launcher=stage == 2)
+    kill_in_the_middle(given(), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(train(killed, stage, *words, recipe=recipe))
+    finish(given())
     assert_equal_runs(whole, killed, STEPS)
     return whole
 
@@ -34,7 +36,8 @@ def made(tmp_path_factory):
     (root / "first").mkdir()
     (root / "second").mkdir()
     tokenizer = killed_and_whole(root / "first", 3, recipe=TOKENIZER)
-    said = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2))
+    said = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2,
+                          launcher=True))
     assert "10000 samples" in said and "tokens int32 [3, 4, 4]" in said
     finish(command("launch/export.py", tokenizer, "--format", "safetensors", "--out", root / "export", num=1))
     words = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}"]

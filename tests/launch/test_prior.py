@@ -1,12 +1,18 @@
 """The prior through the real launcher: killed and resumed, other stages, uneven ranks, wrong words."""
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
+from dstrain import runs
+from dstrain.data.sources import open_split
 from tests.support import towers
 from tests.support.launch import ROOT, command, launch
 from tests.support.runs import files, finish, kill_in_the_middle, metrics, train
@@ -40,9 +46,10 @@ def test_kill_minus_nine(tmp_path, stage):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = encoded(tmp_path / "pairs") if stage == 3 else []            # text tokens, and a null text for them
     assert "complete: 60 steps" in finish(train(whole, stage, *words, recipe=RECIPE))
-    kill_in_the_middle(train(killed, stage, *words, recipe=RECIPE), killed, 20)
+    given = partial(train, killed, stage, *words, recipe=RECIPE, launcher=stage == 2)
+    kill_in_the_middle(given(), killed, 20)
     assert not (killed / "checkpoints" / "step_00000060").exists(), "killed too late to show anything"
-    finish(train(killed, stage, *words, recipe=RECIPE))
+    finish(given())
     same(whole, killed)
 
 
@@ -92,9 +99,45 @@ def test_evaluation(tmp_path):
         tables.append(json.loads(next(out.glob("*.json")).read_text()))
     figures = [table["figures"] for table in tables]
     assert figures[0] == pytest.approx(figures[1], abs=1e-6)
+    held_out, other = tmp_path / "held_out", tmp_path / "other"
+    source = open_split(runs.read(run).data, "validation")
+    for folder, name in (("img_emb", "image_embed"), ("text_emb", "text_embed")):
+        (held_out / folder).mkdir(parents=True)
+        np.save(held_out / folder / "0.npy", np.stack([source[i][name] for i in range(len(source))]))
+    launch("launch/evaluate.py", run, "--steps", "4", "--data", held_out, "--out", other, num=1)
+    table = json.loads(next(other.glob("*.json")).read_text())           # the same pairs in another order
+    assert table["split"] == "all" and table["samples"] == tables[0]["samples"] == len(source)
+    assert table["figures"]["similarity/text_image"] == pytest.approx(figures[0]["similarity/text_image"], abs=1e-6)
+    assert "similarity/4/other_text" in table["figures"]
     for name in ("loss", "similarity/text_image", *(f"similarity/4/{kind}" for kind in (
             "image", "text", "other_text", "above_baseline"))):
         assert np.isfinite(figures[0][name])
+
+
+def test_another_encoder_of_captions_is_refused(tmp_path):
+    """Oracle: the undisturbed run, whose captions are encoded live: another encoder at the same path ends the command
+    with exit code 2; with the first one back the same bits are reached."""
+    pairs, encoder = tmp_path / "pairs", tmp_path / "words"
+    for folder in ("img_emb", "metadata"):
+        (pairs / folder).mkdir(parents=True)
+    np.save(pairs / "img_emb" / "0.npy", np.random.default_rng(0).standard_normal((40, 12)).astype(np.float32))
+    captions = [f"the {towers.WORDS[1 + n % 3]} {towers.WORDS[4 + n // 3 % 3]}" for n in range(40)]
+    pyarrow.parquet.write_table(pyarrow.table({"caption": captions}), pairs / "metadata" / "0.parquet")
+    towers.sentences(encoder)
+    words = ["model.image_embed_dim=12", f"model.text_encoder={encoder}", f"data.path={pairs}", "every.save=10",
+             "data.splits=[0.7,0.2,0.1]", "optimizer.decay_steps=20", "every.evaluate=10"]
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    finish(train(whole, 2, *words, "steps=20", recipe=RECIPE, num=1))
+    finish(train(halted, 2, *words, "steps=10", recipe=RECIPE, num=1))
+    encoder.rename(tmp_path / "first")
+    towers.sentences(encoder, seed=1)
+    again = train(halted, 2, *words, "steps=20", recipe=RECIPE, num=1)
+    said = finish(again, code=2)
+    assert said.count("text_encoder=") == 2 and "--allow-change" in said and "Traceback" not in said
+    shutil.rmtree(encoder)
+    (tmp_path / "first").rename(encoder)
+    finish(again)
+    assert files(whole, 20) == files(halted, 20)
 
 
 def spoiled(tmp_path: Path, how: str) -> list[str]:
@@ -121,7 +164,8 @@ def spoiled(tmp_path: Path, how: str) -> list[str]:
 def test_bad_input_is_refused(tmp_path, how, overrides, message):
     """Oracle: exit code 2 on 2 ranks, and one message that names key, file or row; no traceback, no run."""
     words = spoiled(tmp_path, how)
-    done = launch("launch/train.py", "--recipe", RECIPE, f"folder={tmp_path / 'run'}", *words, *overrides, check=False)
+    done = launch("launch/train.py", "--recipe", RECIPE, f"folder={tmp_path / 'run'}", *words, *overrides, check=False,
+                  launcher=how == "nan")
     assert done.returncode == 2 and message in done.stdout and "Traceback" not in done.stdout
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped and started again, through the real launcher and in fresh processes."""
+"""Runs that are killed, stopped and started again, through the real launcher and without it."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_sigterm_to_the_launcher(undisturbed):
     """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command goes on to equal bits."""
     folder = undisturbed(2)
     stopped = folder.parent / "stopped"
-    process = begin(train(stopped, 2), folder.parent / "stopped.log")
+    process = begin(train(stopped, 2, launcher=True), folder.parent / "stopped.log")
     wait_for(stopped / "checkpoints" / "step_00000020", process, folder.parent / "stopped.log")
     process.send_signal(signal.SIGTERM)
     wait_for_end(process.pid)
@@ -55,7 +55,7 @@ def test_sigterm_to_the_launcher(undisturbed):
     assert "stopped at step" in said and "the same command goes on" in said
     at = int((stopped / "saved").read_text())
     assert 20 <= at < STEPS and f"stopped at step {at} " in said
-    finish(train(stopped, 2))
+    finish(train(stopped, 2, launcher=True))
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 
@@ -76,7 +76,8 @@ def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
 def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     """Oracle: one process: 2 ranks, other orders and other numbers draw the same picture for the same seed."""
     def pictures(out: Path, *words: str, num: int) -> dict[str, bytes]:
-        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words, num=num))
+        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words, num=num,
+                       launcher=num > 1))
         return {path.name: path.read_bytes() for path in out.glob("0*.png")}
 
     one = pictures(tmp_path / "one", "--num-samples", "6", "--labels", "3", num=1)
@@ -102,7 +103,7 @@ def test_complete_run_and_more_steps(undisturbed):
 def test_signal_to_a_rank(tmp_path):
     """Oracle: the documented exit code 75 and a checkpoint of the step that the log names."""
     folder = tmp_path / "run"
-    process = begin(train(folder, 2, "steps=100000", "every.save=50"), tmp_path / "log")
+    process = begin(train(folder, 2, "steps=100000", "every.save=50", launcher=True), tmp_path / "log")
     wait_for(folder / "checkpoints" / "step_00000050", process, tmp_path / "log")
     os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
     assert process.wait(60) == 75

@@ -1,22 +1,34 @@
-"""Real launches for tests: fresh processes, a free port, one thread for each rank."""
+"""Real launches for tests: processes of their own, a free port, one thread for each rank."""
 
 import os
 import random
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from typing import IO
+
+import torch
+
+from tests.support.forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parents[2]
+SPAWN = str(ROOT / "tests" / "support" / "spawn.py")
+PORTS = range(10000, 32000)                       # below those that Linux gives to outgoing connections, which take any
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to outgoing connections, which take any."""
+    """A port that nobody listens on; workers of pytest-xdist, who ask at the same time, have shares of their own."""
+    worker, count = (int(os.environ.get(f"PYTEST_XDIST_WORKER{name}", value).removeprefix("gw"))
+                     for name, value in (("", "gw0"), ("_COUNT", "1")))
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
+        port = random.SystemRandom().choice(PORTS[worker::count])
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -36,27 +48,53 @@ def environment(**more: str) -> dict[str, str]:
     return env
 
 
-def command(script: str, *arguments: str, num: int = 2, launcher: bool | None = None) -> list[str]:
+def command(script: str, *arguments: str, num: int = 2, launcher: bool = False) -> list[str]:
     """The command line for `num` ranks on this machine.
 
-    launcher: by `deepspeed`; None where several ranks run a script of launch/. Others are started by spawn.py, and one
-    alone by plain python, which a user may type as well.
+    launcher: by `deepspeed`. Else several are started by spawn.py, and one alone by plain python, which a user may type
+    as well; both are cheap, see `start`.
     """
     words = [str(ROOT / script), *map(str, arguments)]
-    if launcher is None:
-        launcher = num > 1 and script.startswith("launch/")
     if not launcher:
-        return [sys.executable, *([str(ROOT / "tests/support/spawn.py"), str(num), str(free_port())] * (num > 1)), *words]
+        return [sys.executable, *([SPAWN, str(num), str(free_port())] * (num > 1)), *words]
     found = shutil.which("deepspeed", path=environment()["PATH"])
     assert found, "the `deepspeed` launcher is not installed beside this Python"
-    return [sys.executable, found, "--hostfile", "none", "--num_gpus", str(num), "--master_port", str(free_port()), *words]
+    return [sys.executable, found, "--hostfile", "none", "--num_gpus", str(num), "--master_port", str(free_port()),
+            *words]
+
+
+def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
+    """Starts a command of `command` in a session of its own, which writes to the file `log`.
+
+    Ranks without the launcher are forked from one process that has done their imports, which else are most of what a
+    short run costs; fresh processes they are where the environment differs or torch sees a GPU.
+    """
+    server = None if torch.cuda.is_available() else _server()    # first of all: nothing below need compile the operator
+    script = 4 if words[1] == SPAWN else 1
+    if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env:
+        return subprocess.Popen(words, env=environment(**env), stdout=log, stderr=subprocess.STDOUT,
+                                stdin=subprocess.DEVNULL, start_new_session=True)
+    num, port = (int(words[2]), words[3]) if script == 4 else (1, None)
+    return server.fork(words[script:], num, port, environment(), log.fileno())
+
+
+def run(words: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    """Starts a command and waits for its end; stdout holds all that it said."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        process = start(words, log, **env)
+        try:
+            process.wait(timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        log.seek(0)
+        return subprocess.CompletedProcess(words, process.returncode, log.read())
 
 
 def launch(script: str, *arguments: str, num: int = 2, timeout: float = 300, check: bool = True,
-           **env: str) -> subprocess.CompletedProcess:
+           launcher: bool = False, **env: str) -> subprocess.CompletedProcess:
     """Runs a script on `num` ranks to its end; its output goes into the failure."""
-    done = subprocess.run(command(script, *arguments, num=num), env=environment(**env), text=True, timeout=timeout,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    done = run(command(script, *arguments, num=num, launcher=launcher), timeout, **env)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
     return done
 
@@ -75,3 +113,8 @@ def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) 
     except SystemExit as ended:
         code = ended.code or 0
     return code, *capsys.readouterr()
+
+
+@cache
+def _server() -> Server:
+    return Server(environment())

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from dstrain.engine.store import manifest
-from tests.support.launch import ROOT, command, environment
+from tests.support.forks import Forked
+from tests.support.launch import ROOT, command, run, start
 
 RECIPE = ROOT / "tests" / "launch" / "tiny.yaml"
 STEPS = 60                                        # of tiny.yaml
@@ -21,26 +22,24 @@ def ds_config(folder: Path, stage: int) -> Path:
 
 
 def train(folder: Path, stage: int, *overrides: str, num: int = 2, recipe: Path = RECIPE,
-          launcher: bool | None = None) -> list[str]:
-    """The command that trains into `folder`; at stages 1 and 3 without the launcher, which stage 2 is for."""
-    launcher = stage == 2 and num > 1 if launcher is None else launcher
+          launcher: bool = False) -> list[str]:
+    """The command that trains into `folder`."""
     return command("launch/train.py", "--recipe", recipe, "--ds_config", ds_config(folder.parent, stage),
                    f"folder={folder}", *overrides, num=num, launcher=launcher)
 
 
 def finish(words: list[str], code: int = 0) -> str:
-    done = subprocess.run(words, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          stdin=subprocess.DEVNULL, timeout=300)
+    done = run(words)
     assert done.returncode == code, done.stdout[-6000:]
     return done.stdout
 
 
-def begin(words: list[str], log: Path) -> subprocess.Popen:
-    return subprocess.Popen(words, env=environment(), stdout=open(log, "w"), stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL, start_new_session=True)
+def begin(words: list[str], log: Path) -> subprocess.Popen | Forked:
+    with open(log, "w") as file:
+        return start(words, file)
 
 
-def wait_for(path: Path, process: subprocess.Popen, log: Path, seconds: float = 120) -> None:
+def wait_for(path: Path, process: subprocess.Popen | Forked, log: Path, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, f"the run ended before {path.name} was there:\n{log.read_text()[-6000:]}"

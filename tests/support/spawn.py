@@ -8,13 +8,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 
-def main(num: int, port: str, words: list[str]) -> int:
-    """The exit code of the first rank that failed, else 0."""
-    ranks = [subprocess.Popen([sys.executable, "-u", *words], env={
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for rank in range(num)]
+def place(rank: int, num: int, port: str) -> dict[str, str]:
+    """What a launcher tells a rank on this machine by its environment."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def watch(ranks: Sequence[Any]) -> int:
+    """Waits for ranks, which are like Popen: the exit code of the first that failed, else 0."""
     while any(rank.poll() is None for rank in ranks):
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed:
@@ -24,6 +29,12 @@ def main(num: int, port: str, words: list[str]) -> int:
             return failed[0]
         time.sleep(0.05)
     return next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+def main(num: int, port: str, words: list[str]) -> int:
+    """The exit code of the first rank that failed, else 0."""
+    return watch([subprocess.Popen([sys.executable, "-u", *words], env={**os.environ, **place(rank, num, port)})
+                  for rank in range(num)])
 
 
 if __name__ == "__main__":

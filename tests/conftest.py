@@ -1,0 +1,30 @@
+"""Whole runs share the cores: workers of pytest-xdist, a file to each at a time, the longest files first.
+
+One file alone runs in this process, which is sooner ready than workers are.
+"""
+
+import os
+from pathlib import Path
+
+# Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
+LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "engine/test_kill.py",
+           "launch/test_resume.py", "launch/test_machines.py", "launch/test_prior.py", "launch/test_moved.py",
+           "launch/test_phenaki.py", "test_embed.py", "test_bench.py", "engine/test_phenaki.py", "engine/test_turns.py")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """None for one file or its tests, else one for each core."""
+    named = {Path(word.partition("::")[0]) for word in config.args}
+    if len(named) == 1 and named.pop().is_file():
+        return 0
+    return min(WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items):
+    """LONGEST first, in its order; a file that begins last holds up the end."""
+    root = Path(__file__).parent
+    rank = {root / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
