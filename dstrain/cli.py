@@ -8,16 +8,14 @@ import difflib
 import importlib.util
 import json
 import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain import ranks, recipe, systems
 from dstrain.config import ConfigError, Data, Run
+from dstrain.ending import run_main as run_main  # with which every script begins
 from dstrain.engine import settings
 from dstrain.folders import last_saved
 from dstrain.options import Parser
@@ -147,48 +145,6 @@ def described(path: Path, root: Path, overrides: Sequence[str]) -> Run:
 def describe(job: Job) -> str:
     """The whole recipe and the DeepSpeed settings, each in its own language."""
     return f"# recipe\n{recipe.dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
-
-
-def run_main(main: Callable[[], None]) -> None:
-    """Runs a script's main; a fault that a user can mend becomes one message on stderr, without traceback.
-
-    Exit code 2 for wrong input, 3 for training that has diverged. A rank that has lost the others ends at once.
-    """
-    try:
-        main()
-    except KeyboardInterrupt:                      # training itself hears Ctrl-C, saves and ends in its own way
-        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    except FloatingPointError as error:
-        _report(error)
-        raise SystemExit(3) from None
-    except ValueError as error:
-        if not isinstance(error, ConfigError) and not _ours(error):
-            raise
-        _report(error)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if ranks.lost(error):
-            ranks.end(error)
-        raise
-
-
-def _report(error: Exception) -> None:
-    place = ranks.place()
-    if place.rank:
-        # Rank 0 says the same in most cases, and its end ends this rank; a fault of this machine alone is told here.
-        time.sleep(3)
-    lines = getattr(error, "problems", [str(error)])
-    where = f" [rank {place.rank}]" if place.rank else ""
-    count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
-    print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
-          flush=True)
-
-
-def _ours(error: ValueError) -> bool:
-    """Whether dstrain itself raised it: a ValueError from a library is a fault to be debugged."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return raised_in.is_relative_to(Path(__file__).parent) and not hasattr(error, "errors")
 
 
 def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:

@@ -27,6 +27,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class NotSaved(OSError):
+    """The run ends because its checkpoints cannot be written."""
+
+
 def divisors(number: int) -> str:
     """The divisors of a number as text, for messages: the batch sizes that would work."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

@@ -21,7 +21,7 @@ from dstrain.recipe import differences
 _SHOWN = 8      # of what differs; hundreds of ranks may say the same
 
 
-def check(run: Run, settings: dict[str, Any], patience: float = 10.0) -> None:
+def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     """Compares every rank with rank 0; call on all ranks, once rank 0 has claimed the folder.
 
     A folder is shared when each rank sees a file there that rank 0 has just made; `patience`, in seconds, is for file
@@ -76,7 +76,7 @@ def _sees(path: Path, patience: float) -> bool:
     while not path.exists():
         if time.monotonic() > end:
             return False
-        for above in (path.parents[1], path.parent):
+        for above in reversed(path.parents):
             try:
                 os.scandir(above).close()            # NFS remembers what was not there, and asks when this is opened
             except OSError:

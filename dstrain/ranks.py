@@ -5,7 +5,6 @@ process group itself is started by dstrain/engine/.
 """
 
 import functools
-import itertools
 import os
 import socket
 import sys
@@ -47,7 +46,7 @@ def barrier() -> None:
 
 
 def leave(seconds: float = 60.0) -> None:
-    """The last word of a command: no rank ends its process while another is still exchanging words.
+    """The last word of a command: no rank ends its process while another is still exchanging words; then each is alone.
 
     A barrier is none: who is out of it first and ends closes connections on which another may still read (gloo's issue
     155), and rank 0 takes the store along. So each says in the store that it is out, and rank 0 leaves last. Who dies
@@ -58,27 +57,30 @@ def leave(seconds: float = 60.0) -> None:
         return
     barrier()
     store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
-    time = next(_times())                                     # of this process: a store keeps what was said before
     try:
         for word, waits in (("out", True), ("left", rank() == 0)):
-            if store.add(f"dstrain/{word}/{time}", 1) == world():
-                store.set(f"dstrain/all_{word}/{time}", "1")
+            if store.add(f"dstrain/{word}", 1) == world():
+                store.set(f"dstrain/all_{word}", "1")
             if waits:
-                store.wait([f"dstrain/all_{word}/{time}"], patience)
+                store.wait([f"dstrain/all_{word}"], patience)
     except dist.DistError:
         pass
+    dist.destroy_process_group()                              # and its threads, see quit_among_others
+    _usual_control.cache_clear()
 
 
 def lost(error: BaseException) -> str | None:
     """What a rank says that can no longer speak with the others; None for any other error."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+    text = str(error).lower()
+    if not (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)):
+        return None
+    if not any(sign in text for sign in _SIGNS):
         return None
     if not started():
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         happened = (f"has not met the other ranks at {at} within faults.timeout_minutes: that address is not reached, "
                     "or one of them has not come and says why itself")
-    elif "timed out" in text.lower() or "timeout" in text.lower():
+    elif "timed out" in text or "timeout" in text:
         happened = ("no longer hears from another rank: that rank, its machine or the network between them has failed, "
                     "or it was busy for longer than faults.timeout_minutes")
     else:
@@ -90,10 +92,10 @@ def lost(error: BaseException) -> str | None:
 def fall(error: BaseException, seconds: float = 60.0) -> str:
     """Called by a rank that goes down with an error: one line that says so.
 
-    What it then waits for may never come: a thread that speaks with the others, a file system beyond the broken link.
-    So it ends after `seconds` at the latest.
+    Where it has lost the others, what it then waits for may never come: a thread that speaks with them, a file system
+    beyond the broken link. So it ends after `seconds` at the latest.
     """
-    if world() > 1:
+    if world() > 1 and lost(error):
         last = threading.Timer(seconds, end, (error,))
         last.daemon = True
         last.start()
@@ -109,10 +111,16 @@ def end(error: BaseException) -> None:
         os._exit(1)
 
 
-@functools.cache
-def _times() -> Iterator[int]:
-    """Numbers the farewells of this process."""
-    return itertools.count()
+def quit_among_others(code: int | str | None) -> None:
+    """Ends this process with an exit code where a process group is at work; in one process nothing happens.
+
+    A thread of gloo's that gives back a tensor while Python is being taken down takes its lock, which aborts the
+    process: its exit code would be the abort's.
+    """
+    if world() > 1:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def new_group() -> dist.ProcessGroup | None:
@@ -140,6 +148,11 @@ def _usual_control() -> dist.ProcessGroup | None:
 
 
 _speech = threading.local()
+_CUT = "pair closure"                                        # of gloo, which does not always give its name
+# What gloo, NCCL and the store say of a peer that is gone; their other errors are this rank's own.
+_SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
+          "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
+          _CUT)
 
 
 def agree(flag: bool) -> bool:

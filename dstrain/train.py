@@ -84,6 +84,8 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             saver.look()
             stop = ranks.agree(stops.requested())                 # a signal anywhere stops everyone together
             last = stop or done == run.steps
+            if stop:
+                stops.settle()
             if due(run.every.report, done) or last:
                 tracker.report(done, clock.figures(done) | engines.figures())
             if due(run.every.sample, done, last) and not stop:
@@ -100,7 +102,6 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
                 with clock.paused():
                     saves.save(done, last, score)                 # training goes on while it is written
             if stop:
-                stops.settle()
                 break
         if first < saver.newest == run.steps:
             at = saves.store.folder / f"step_{run.steps:08d}"

@@ -14,7 +14,7 @@ usage:  python launch/consolidate.py RUN|CHECKPOINT --out DIR [options]
   --trust-pickle          read DeepSpeed's files although their pickles ask for classes beyond tensors and containers;
                           without it these are named and nothing is written. Their code is not run in either case
 
-It needs neither the GPUs nor the number of ranks of the run, and imports neither torch nor DeepSpeed: some 30 MB of
+It needs neither the GPUs nor the number of ranks of the run, and imports neither torch nor DeepSpeed: some 40 MB of
 memory, whatever the size of the weights. Hashes (DeepSpeed's: checksums) are verified first. --out is written whole or
 not at all. A tied weight stands under each of its names; frozen weights and buffers are there, too.
 

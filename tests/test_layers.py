@@ -31,7 +31,8 @@ RULES = {
     "runs": ("config", "ranks", "recipe", "engine.checkpoint", "engine.store", "systems.base", "weights"),
     "first_stage": ("config", "ranks", "recipe", "runs", "systems", "systems.base", "encoders", "weights"),
     "encode_plan": ("config", "ranks", "first_stage", "data", "encoders"),
-    "cli": (*BASE, "recipe", "systems", "folders", "options", "data.sources", "engine.settings", "weights"),
+    "ending": ("config", "ranks"),
+    "cli": (*BASE, "recipe", "ending", "systems", "folders", "options", "data.sources", "engine.settings", "weights"),
 }
 A_SYSTEM = (*BASE, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*BASE, "recipe", "clock", "folders", "hosts", "stops", "sampling", "weights", "runs", "systems",

@@ -25,7 +25,7 @@ from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
 from dstrain.engine.manifest import manifest
-from dstrain.engine.masters import MOMENTS, for_tools
+from dstrain.engine.masters import MOMENTS, failing_together, for_tools
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
 
@@ -75,7 +75,7 @@ class Checkpoints:
 
         A save that fails is reported, and training goes on. That of the lowest score is kept until another is better.
 
-        OSError after three failures in a row, and where the run ends with this one: it would be lost.
+        NotSaved after three failures in a row, and where the run ends with this one: it would be lost.
         """
         if not self._finite():
             raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
@@ -119,11 +119,13 @@ class Checkpoints:
                 for part, masters in self._engines.masters.items()}
 
     def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+        if self._native:
+            with failing_together(self._engines.values()):
+                for part, engine in self._engines.items():
+                    engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=for_tools(),
+                                           save_latest=False)
         for part, some in entries.items():
             write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), some, {"part": part})
-            if self._native:
-                self._engines[part].save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=for_tools(),
-                                                    save_latest=False)
         if ranks.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})

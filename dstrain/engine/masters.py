@@ -10,7 +10,7 @@ padding.
     stage 0 fp32      the parameters themselves, on every rank
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,34 @@ def for_tools() -> dict[str, Any]:
     from deepspeed.checkpoint import constants
     return {constants.UNIVERSAL_CHECKPOINT_INFO: {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+
+
+@contextmanager
+def failing_together(engines: Iterable[Any]) -> Iterator[None]:
+    """Inside, no file that DeepSpeed cannot write keeps a rank from the words that each save_checkpoint exchanges; the
+    error comes afterwards. Else one rank's full disk would leave the others waiting for it.
+    """
+    errors: list[OSError | RuntimeError] = []
+
+    def forgiving(write: Callable[..., Any]) -> Callable[..., Any]:
+        def written(*words: Any, **named: Any) -> Any:
+            try:
+                return write(*words, **named)
+            except (OSError, RuntimeError) as error:                      # torch.save's own is a RuntimeError
+                errors.append(error)
+        return written
+
+    writers = [writer for engine in engines
+               for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))]
+    for owner, name in writers:
+        setattr(owner, name, forgiving(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name in writers:
+            delattr(owner, name)                                          # the class's own is seen again
+    if errors:
+        raise errors[0]
 
 
 class Masters:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dstrain import ranks
+from dstrain.config import NotSaved
 from dstrain.engine.snapshot import Entry, Snapshot
 from dstrain.engine.store import Store
 
@@ -32,6 +33,7 @@ class _Flight:
     seconds: float = 0.0                     # from its beginning to its end
     error: str | None = None
     cause: Exception | None = None           # of an error that the store does not foresee
+    remark: str = ""                         # of a fault that does not touch the checkpoint
     told: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -58,20 +60,25 @@ class Saver:
              score: float | None, last: bool) -> None:
         """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it.
 
-        `entries` are live values: where training goes on meanwhile, a copy of them is written. OSError after three
-        failures in a row, and where the `last` one fails.
+        `entries` are live values: where training goes on meanwhile, a copy of them is written. NotSaved after three
+        failures in a row, and where the `last` one fails; so the third try is waited for.
         """
         began = time.perf_counter()
         self.settle()
-        self._give_up_if(self._failures >= _PATIENCE and not last)
-        flight = self._flight = _Flight(step, score, began)
-        if last or not self._has_room(entries):
+        flight = _Flight(step, score, began)
+        at_once = last or self._failures == _PATIENCE - 1
+        copies = None if at_once else self._copies(entries)
+        if copies is None:
+            self._flight = flight
             self._fly(flight, lambda folder: write(folder, entries), need_bytes)
             flight.waited = flight.seconds
             self.settle()
-            self._give_up_if(self._failures >= _PATIENCE or (last and self._failures > 0))
+            if self._failures >= _PATIENCE or (last and self._failures):
+                failed = self._failed
+                raise NotSaved(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
+                               f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
+                               "again") from failed.cause
             return
-        copies = self._snapshot.take(entries)
         if self._group is None:
             self._group = ranks.new_group()
 
@@ -79,9 +86,14 @@ class Saver:
             with ranks.speaking_over(self._group):
                 self._fly(flight, lambda folder: write(folder, copies), need_bytes)
 
-        flight.waited = time.perf_counter() - began
         # A daemon: a process whose peers have gone must be able to end.
-        threading.Thread(target=fly, name=f"save-{step}", daemon=True).start()
+        thread = threading.Thread(target=fly, name=f"save-{step}", daemon=True)
+        self._flight, flight.waited = flight, time.perf_counter() - began
+        try:
+            thread.start()
+        except RuntimeError:                 # no more threads here; the others' are at work
+            fly()
+            flight.waited = flight.seconds
 
     def settle(self) -> None:
         """Waits for the save in flight, if there is one; how it ended is then known to all ranks."""
@@ -110,15 +122,24 @@ class Saver:
         if ranks.rank() != 0:
             return
         if flight.error is None:
-            self.report(f"saved step {flight.step} in {flight.seconds:.1f} s; training waited {flight.waited:.2f} s")
+            self.report(f"saved step {flight.step} in {flight.seconds:.1f} s; training waited {flight.waited:.2f} s"
+                        f"{flight.remark}")
         else:
             self.report(f"saving step {flight.step} failed: {flight.error}; older checkpoints are whole")
 
     def improves(self, score: float) -> bool:
         """Whether a score lies below that of the best checkpoint so far, the one in flight among them."""
-        best = ranks.from_first(self.store.best())
-        others = (best and best[1], self._flight and self._flight.score)
-        return all(score < other for other in others if other is not None)
+        best, flight = self.store.best(), self._flight
+        others = [best[1]] if best else []
+        if flight is not None and flight.score is not None and not (flight.ended.is_set() and flight.error):
+            others.append(flight.score)
+        return ranks.from_first(all(score < other for other in others))
+
+    def close(self) -> None:
+        """Lets a save in flight end although an error ends the run; a user who interrupts twice is in haste."""
+        if self._flight is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self._flight.ended.wait()
+            self.look()
 
     def close(self) -> None:
         """Lets a save in flight end although an error ends the run; a user who interrupts twice is in haste."""
@@ -132,23 +153,42 @@ class Saver:
             raise OSError(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. "
                           f"{self.store.folder} is whole: make room, and give the same command again") from failed.cause
 
-    def _has_room(self, entries: Entries) -> bool:
-        """Whether to save beside training; once a copy does not fit into every host's memory, no longer."""
-        shortage = self._snapshot.shortage(entries) if self._asynchronous else None
-        if shortage is not None:
-            self._asynchronous = False
-            if ranks.rank() == 0:
-                self.report(f"training waits for each save (save.asynchronous): {shortage}")
-        return self._asynchronous
+    def _copies(self, entries: Entries) -> Entries | None:
+        """Copies to write beside training; None, on all ranks alike and from then on, where some host has no memory."""
+        if not self._asynchronous:
+            return None
+        shortage, copies = self._snapshot.shortage(entries), None
+        if shortage is None:
+            try:
+                copies = self._snapshot.take(entries)
+            except (RuntimeError, MemoryError) as error:
+                shortage = f"rank {ranks.rank()} has no memory for a copy: {_first_line(error)}"
+        shortages = [some for some in ranks.objects(shortage) if some is not None]
+        if not shortages:
+            return copies
+        self._asynchronous, self._snapshot = False, Snapshot()
+        if ranks.rank() == 0:
+            self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
+        return None
 
     def _fly(self, flight: _Flight, write: Callable[[Path], None], need_bytes: int) -> None:
         try:
             self.store.save(flight.step, write, extra={"score": flight.score}, need_bytes=need_bytes)
             flight.error = self.store.error
             if flight.error is None and ranks.rank() == 0:
-                self._saved(flight.step)
+                self._tell(flight)
         except Exception as error:           # such as a peer that has gone: told where the save is waited for
-            flight.error, flight.cause = f"{type(error).__name__}: {error}", error
+            flight.error, flight.cause = ranks.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
         finally:
             flight.seconds = time.perf_counter() - flight.began
             flight.ended.set()
+
+    def _tell(self, flight: _Flight) -> None:
+        try:
+            self._saved(flight.step)
+        except OSError as error:             # the checkpoint is whole all the same
+            flight.remark = f"; but that was not written down: {error}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

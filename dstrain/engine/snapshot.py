@@ -1,7 +1,9 @@
 """A copy of a checkpoint's values in the host's memory, so that training may go on while they are written."""
 
 import socket
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ class Snapshot:
             needed = sum(count for name, count, _ in told if name == host)
             free = min(left for name, _, left in told if name == host)
             if needed > _SHARE * free:
-                return f"a copy of {needed / 1e9:.1f} GB has no room in the {free / 1e9:.1f} GB that {host} has left"
+                return f"a copy of {needed / 1e6:.0f} MB has no room in the {free / 1e6:.0f} MB that {host} has left"
         return None
 
     def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
@@ -51,9 +53,12 @@ class Snapshot:
 
 
 def available_memory() -> int:
-    """Bytes that this host, or the container that this process runs in, can still give."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = 1024 * int(lines["MemAvailable"].split()[0])
+    """Bytes that this host, or the container that this process runs in, can still give; many where nobody tells."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, ValueError, KeyError):                       # no Linux
+        return sys.maxsize
     try:
         limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
@@ -75,5 +80,7 @@ def _host_buffer(numel: int) -> Tensor:
     """
     buffer = torch.empty(numel, dtype=torch.float32)
     if torch.cuda.is_available() and numel:
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 4 * numel, 0)     # where it fails, copies are slower
+        if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 4 * numel, 0)):
+            with suppress(RuntimeError):                          # copies are slower; the next kernel takes the blame
+                torch.zeros(1, device="cuda")
     return buffer

@@ -72,8 +72,8 @@ class Store:
                 shutil.rmtree(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
-                raise ValueError(f"{self.folder} has {free / 1e9:.2f} GB free, "
-                                 f"{needed / 1e9:.2f} GB are needed")
+                raise ValueError(f"{self.folder} has {free / 1e6:.1f} MB free, "
+                                 f"{needed / 1e6:.1f} MB are needed")
             tmp.mkdir()
 
         self.error = self._on_first(prepare)

@@ -7,6 +7,7 @@
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def refuses_nan(trial: Trial) -> bool:
     return False
 
 
+def fails_together(trial: Trial) -> bool:
+    """Whether one rank's full disk fails DeepSpeed's own checkpoint on every rank, without a wait for any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ranks.rank() == ranks.world() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    trial.native.save(BEFORE + 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return trial.native.saver.newest == BEFORE and trial.native.store.steps() == [BEFORE]
+
+
 def save(folder: Path) -> None:
     truth = {}
     for stage in (0, 1, 2, 3):
@@ -110,6 +121,7 @@ def save(folder: Path) -> None:
         truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
         trial.saves.saver.settle()
         assert trial.saves.saver.newest == trial.native.saver.newest == BEFORE
+        assert fails_together(trial), f"stage {stage} saves half of a checkpoint"
         assert refuses_nan(trial), f"stage {stage} saves NaN"
     if ranks.rank() == 0:
         torch.save(truth, folder / "truth.pt")

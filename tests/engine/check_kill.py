@@ -63,7 +63,7 @@ def number(path: Path) -> int:
 def main(folder: Path, kills: int, seed: int) -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401       # loads dynamo and inductor: most of a life
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()     # once, for all the forks
-    chance = random.Random(seed)
+    chance, half_written = random.Random(seed), 0
     for _ in range(kills):
         before = number(folder / "saved")
         (folder / "resumed").unlink(missing_ok=True)
@@ -82,6 +82,8 @@ def main(folder: Path, kills: int, seed: int) -> None:
                 os.kill(pid, signal.SIGKILL)
             for pid in pids:
                 os.waitpid(pid, 0)
+        half_written += any((folder / "checkpoints").glob("step_*.tmp"))
+    assert half_written >= kills // 10, f"only {half_written} of {kills} kills met a save that was being written"
     port, last = free_port(), number(folder / "saved") + 5
     pids = [fork(rank, port, folder, last) for rank in (0, 1)]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0], "the last life did not end well"

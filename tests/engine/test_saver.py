@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dstrain import ranks
+from dstrain.config import NotSaved
 from dstrain.engine import snapshot
 from dstrain.engine.fragments import Fragment, Shards, write_shard
 from dstrain.engine.saver import Saver
@@ -92,25 +93,56 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
-    """Oracle: the count by hand: a success between failures begins it anew; the last save is tried in any case."""
+    """Oracle: the count by hand: a success between failures begins it anew; a third save with room succeeds."""
     trial = Trial(tmp_path, asynchronous)
+    for step in (1, 2, 4, 5):
+        with no_room():
+            trial.save(step)
+            trial.saver.settle()
+        if step % 3 == 2:
+            trial.save(step + 1)
+            trial.saver.settle()
+    assert Store(tmp_path).newest()[0] == 6 and trial.saved == [3, 6]
     with no_room():
+        trial.save(7)
+        trial.save(8)
+        with pytest.raises(NotSaved, match=r"step 9 could not be saved: .*File too large.* same command again"):
+            trial.save(9)
+    with no_room(), pytest.raises(NotSaved, match="step 10 could not be saved"):
+        Trial(tmp_path, asynchronous).save(10, last=True)
+    assert Store(tmp_path).newest()[0] == 6
+
+
+def test_no_memory_and_no_thread(tmp_path, monkeypatch):
+    """Oracle: what the system refuses: the step is saved before save comes back, and nothing waits for ever."""
+    trial = Trial(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot, "_host_buffer", lambda numel: torch.empty(1 << 60))
         trial.save(1)
+    assert trial.saver.newest == 1 and "no memory for a copy" in trial.reports[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", a_thread_less(threading.Thread.start))
+        trial = Trial(tmp_path)
         trial.save(2)
-        trial.saver.settle()
-    trial.save(3)
+        assert trial.saver.store.steps() == [1, 2] and not trial.saver.under_way
     trial.saver.settle()
-    with no_room():
-        trial.save(4)
-        trial.save(5)
-        with pytest.raises(OSError, match=r"step 6 could not be saved: .*File too large.*make room"):
-            trial.save(6)
-            trial.save(7)
-    assert Store(tmp_path).newest()[0] == 3
-    trial.save(8, last=True)
-    assert trial.saver.newest == 8
-    with no_room(), pytest.raises(OSError, match="step 9 could not be saved"):
-        trial.save(9, last=True)
+    assert trial.saver.newest == 2
+
+
+def a_thread_less(start):
+    def started(thread: threading.Thread) -> None:
+        if thread.name.startswith("save-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+    return started
+
+
+def test_what_cannot_be_written_down(tmp_path):
+    """Oracle: the checkpoint, which is whole although nobody could note it."""
+    trial = Trial(tmp_path)
+    trial.saver._saved = lambda step: (tmp_path / "none" / "saved").write_text(str(step))
+    trial.save(1, last=True)
+    assert trial.saver.newest == 1 and "saved step 1" in trial.reports[0] and "not written down" in trial.reports[0]
 
 
 def test_the_save_in_flight_counts_as_the_best(tmp_path):
@@ -125,6 +157,11 @@ def test_the_save_in_flight_counts_as_the_best(tmp_path):
     trial.gate.set()
     trial.saver.settle()
     assert not trial.saver.improves(0.3) and trial.saver.improves(0.2)
+    with no_room():
+        trial.save(3, score=0.1)
+        while trial.saver.under_way:
+            time.sleep(0.01)
+    assert trial.saver.improves(0.2) and not trial.saver.improves(0.3), "what could not be saved counts"
 
 
 def test_an_error_lets_the_save_end(tmp_path):

@@ -19,7 +19,6 @@ def _enter(rank: int, world: int, meeting: str, results: Any, work: Callable,
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     results[rank] = work(rank, *arguments)
     ranks.leave()
-    dist.destroy_process_group()
 
 
 def run(folder: Path, work: Callable, *arguments: Any, world: int = 2) -> list[Any]:
