@@ -11,6 +11,10 @@ beside        from that call to the moment when the checkpoint is whole, while s
 step          a step of training alone, and while a save is under way
 
 Files are written below `folder`, where the run's checkpoints would be, and removed. Each is the least of three rounds.
+
+2026-11-22, two cores that another program shared, DiT of 39 M weights with one average (0.62 GB), stage 1, one rank:
+stall 0.046 s (the first 0.5 s), copy 0.041, raw write 0.44, torch.save 0.62, save 1.8. Training waits 1.1 times a copy
+and 0.07 times torch.save. The save itself takes 4 times a raw write: it reads every file again for its hash.
 """
 
 import os
