@@ -243,7 +243,7 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
     before = sorted(tmp_path.rglob("*"))
     code, _, err = here("import.py", words, monkeypatch, capsys)
-    assert code == 2 and "GB free" in err and "are needed" in err, err
+    assert code == 2 and "MB free" in err and "are needed" in err, err
     assert sorted(tmp_path.rglob("*")) == before
 
 
