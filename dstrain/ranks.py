@@ -20,6 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.place import place
+
+_speech = threading.local()
+_CUT = "pair closure"                                        # of gloo, which does not always give its name
+# What gloo, NCCL and the store say of a peer that is gone; their other errors are this rank's own.
+_SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
+          "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
+          _CUT)
+
+
 def started() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -145,14 +154,6 @@ def _control() -> dist.ProcessGroup | None:
 @functools.cache
 def _usual_control() -> dist.ProcessGroup | None:
     return None if dist.get_backend() == "gloo" else new_group()
-
-
-_speech = threading.local()
-_CUT = "pair closure"                                        # of gloo, which does not always give its name
-# What gloo, NCCL and the store say of a peer that is gone; their other errors are this rank's own.
-_SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
-          "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
-          _CUT)
 
 
 def agree(flag: bool) -> bool:

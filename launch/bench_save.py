@@ -21,6 +21,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -38,22 +39,24 @@ def main() -> None:
     if options.print_config:
         print(cli.describe(job), end="")
     elif not options.dry_run:
-        job.run.directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=job.run.directory.parent) as folder:
+        from dstrain.engine.engines import start
+        start()
+        beside = job.run.directory.parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=beside) if ranks.rank() == 0 else nullcontext() as folder:
             report(measure(job, Path(ranks.from_first(folder))))
-            ranks.leave()
+            ranks.barrier()
+        ranks.leave()
 
 
 def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
     from dstrain.bench import Repeated, our_side
-    from dstrain.config import Save
+    from dstrain.config import ConfigError, Save
     from dstrain.engine.checkpoint import Checkpoints
     from dstrain.engine.ema import EmaShadow
-    from dstrain.engine.engines import start
     from dstrain.engine.masters import MOMENTS
-    start()
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
@@ -83,10 +86,10 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
         file.write(flat.cpu().numpy().data) for flat in values]))
     least("torch.save", lambda number: written(folder / f"pickled{ranks.rank()}",
                                                lambda file: torch.save(values, file)))
-    quiet: Callable[[str], None] = lambda line: None
-    plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), quiet)
+    said: list[str] = []
+    plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), said.append)
     least("save", lambda number: plain.save(1 + number))
-    beside = Checkpoints(folder / "beside", engines, ema, system, Save(), quiet)
+    beside = Checkpoints(folder / "beside", engines, ema, system, Save(), said.append)
     least("step", step)
     stalls, wholes, steps = [], [], []
     for number in range(ROUNDS + 1):                               # the first makes the buffers
@@ -103,6 +106,8 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
                 break
         beside.saver.settle()
         wholes.append(time.perf_counter() - begun)
+    if (plain.saver.newest, beside.saver.newest) != (ROUNDS, ROUNDS + 1):
+        raise ConfigError(f"folder={job.run.directory}: not every save succeeded", *said)
     return found | {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes),
                     "step beside": min(steps)}
 

@@ -141,18 +141,6 @@ class Saver:
             self._flight.ended.wait()
             self.look()
 
-    def close(self) -> None:
-        """Lets a save in flight end although an error ends the run; a user who interrupts twice is in haste."""
-        if self._flight is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            self._flight.ended.wait()
-            self.look()
-
-    def _give_up_if(self, hopeless: bool) -> None:
-        if hopeless:
-            failed = self._failed
-            raise OSError(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. "
-                          f"{self.store.folder} is whole: make room, and give the same command again") from failed.cause
-
     def _copies(self, entries: Entries) -> Entries | None:
         """Copies to write beside training; None, on all ranks alike and from then on, where some host has no memory."""
         if not self._asynchronous:
