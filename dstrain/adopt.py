@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dstrain import ranks, recipe, systems
-from dstrain.config import ConfigError, Ema, Run
+from dstrain import recipe, systems
 from dstrain.engine.checkpoint import COMMON
 from dstrain.engine.fragments import Fragment, shard_name, write_shard
 from dstrain.engine.initial import constructed_weights, initial_weights
 from dstrain.engine.store import Store
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Ema, Run
+from dstrain.runs.weights import fitted
 from dstrain.systems.base import System
-from dstrain.weights import fitted
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def adopt(order: Order) -> list[str]:
 
     ConfigError, ValueError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
     """
-    if ranks.place().world > 1:
+    if group.place().world > 1:
         raise ConfigError("an import takes one process: python launch/import.py ...")
     out = order.out
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):

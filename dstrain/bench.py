@@ -22,12 +22,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dstrain import ranks, systems
-from dstrain.config import Run
+from dstrain import systems
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import precision
+from dstrain.ranks import group
+from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
 from dstrain.train import take_step
 
@@ -57,7 +58,7 @@ class Silent:
 def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     """Times and prints; seconds a step and rates, by name."""
     start()
-    device, dtype = ranks.device(), _DTYPES[precision(settings)]
+    device, dtype = group.device(), _DTYPES[precision(settings)]
     system = systems.build(run.system, run.model)
     for network in system.frozen():
         network.to(device)
@@ -66,7 +67,7 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     batch |= {"position": torch.arange(micro, device=device), "step": torch.zeros_like(batch["key"])}
     engines, ours = our_side(run, settings, system, Repeated(batch, accumulation))
     sides, flops = {"dstrain": ours}, 0
-    if ranks.world() == 1 and len(system.parts) == 1:
+    if group.world() == 1 and len(system.parts) == 1:
         _, sides["plain"], flops = plain_side(run, system, batch, accumulation, dtype)
     seconds = _alternate(sides, device, run.steps // 2)                   # where an adversary has joined
     found = {f"{name} {kind} s": value for name, times in seconds.items()
@@ -78,8 +79,8 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
                   "dstrain share of matmul": flops / min(seconds["dstrain"]) / peak}
     if device.type == "cuda":
         found["peak memory of both GB"] = torch.cuda.max_memory_allocated() / 1e9
-    if ranks.rank() == 0:
-        print(f"{run.name}, {precision(settings)}, batch {run.batch.global_} on {ranks.world()} ranks of {device.type}")
+    if group.rank() == 0:
+        print(f"{run.name}, {precision(settings)}, batch {run.batch.global_} on {group.world()} ranks of {device.type}")
         print("\n".join(f"  {name:28} {value:.4g}" for name, value in found.items()))
     return found
 
@@ -125,8 +126,8 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
         (system.loss(part, {part: network}, example)["loss"] / accumulation).backward()
 
     def step(number: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = run.optimizer.lr_at(number, run.steps)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = run.optimizer.lr_at(number, run.steps)
         for _ in range(accumulation):
             backward()
         if masters is not weights:

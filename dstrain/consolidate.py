@@ -29,7 +29,7 @@ from dstrain.engine import deepspeed_files, fragment_files, streams, torch_files
 from dstrain.engine.fragment_files import COMMON, SHARD
 from dstrain.engine.manifest import CONSOLIDATED, NAME, faults, manifest
 from dstrain.engine.streams import Entry
-from dstrain.place import place
+from dstrain.ranks.place import place
 
 class Refused(ValueError):
     """An order that cannot be carried out, for a reason that the message says."""

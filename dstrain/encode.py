@@ -23,14 +23,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from dstrain import __version__, folders, ranks
-from dstrain.config import ConfigError
+from dstrain import __version__
+from dstrain.caches.plan import Order, planned
 from dstrain.data import shards
 from dstrain.data.bad_files import read_items
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.encode_plan import Order, planned
 from dstrain.engine.manifest import replace, sync_folder, write_synced
-from dstrain.first_stage import Encoder, FirstStage
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+from dstrain.runs import folders
+from dstrain.runs.first_stage import Encoder, FirstStage
 from dstrain.systems.base import Batch
 
 
@@ -43,17 +45,17 @@ def encode(order: Order) -> dict[str, Any]:
     plan = planned(order)
     stage, encoding = plan.stage, plan.encoding
     count = -(-encoding["number"] // order.shard_size)
-    with _one_thread(), _claimed(order.out) if ranks.rank() == 0 else nullcontext():
-        problem = _prepared(order, stage, encoding) if ranks.rank() == 0 else None
-        if problem := ranks.from_first(problem):
+    with _one_thread(), _claimed(order.out) if group.rank() == 0 else nullcontext():
+        problem = _prepared(order, stage, encoding) if group.rank() == 0 else None
+        if problem := group.from_first(problem):
             raise ConfigError(problem)
-        records = _whole(order.out, encoding, range(ranks.rank(), count, ranks.world()))
-        there = {number for some in ranks.objects(sorted(records)) for number in some}
+        records = _whole(order.out, encoding, range(group.rank(), count, group.world()))
+        there = {number for some in group.objects(sorted(records)) for number in some}
         missing = [number for number in range(count) if number not in there]
         records |= _made(order, Encoder(stage, plan.texts, encoding), plan.source, missing)
-        found = [record for some in ranks.objects(records) for record in some.items()]
+        found = [record for some in group.objects(records) for record in some.items()]
         index = _finish(order, plan.source, encoding, found)
-    ranks.barrier()
+    group.barrier()
     return index
 
 
@@ -61,7 +63,7 @@ def encode(order: Order) -> dict[str, Any]:
 def _one_thread() -> Iterator[None]:
     """On the CPU, sums depend on how many threads share them: the bytes would be of OMP_NUM_THREADS, too."""
     before = torch.get_num_threads()
-    if ranks.device().type == "cpu":
+    if group.device().type == "cpu":
         torch.set_num_threads(1)
     try:
         yield
@@ -140,14 +142,14 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
 
 def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards; a record of each."""
-    mine, encoding = missing[ranks.rank()::ranks.world()], encoder.encoding
+    mine, encoding = missing[group.rank()::group.world()], encoder.encoding
     size, total = order.shard_size, encoding["number"]
     jobs = [(number, range(start, min(start + order.batch, (number + 1) * size, total)))
             for number in mine for start in range(number * size, min((number + 1) * size, total), order.batch)]
     found, parts, shard_bad, bad_files = {}, [], set(), set()
     done = total - sum(min(size, total - number * size) for number in missing)
     unit = "clip" if "num_frames" in encoding else "image"
-    with tqdm(total=total, initial=done, unit=unit, disable=None if ranks.rank() == 0 else True) as bar:
+    with tqdm(total=total, initial=done, unit=unit, disable=None if group.rank() == 0 else True) as bar:
         for number, rows, batch, bad in _read(source, jobs, encoding):
             parts.append(encoder.arrays(batch))
             shard_bad |= bad
@@ -157,7 +159,7 @@ def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> di
                 arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
                 found[number] = _write(order.out, number, encoding, arrays, sorted(shard_bad))
                 parts, shard_bad = [], set()
-            bar.update(min(len(rows) * min(ranks.world(), len(missing)), bar.total - bar.n))      # as the others, too
+            bar.update(min(len(rows) * min(group.world(), len(missing)), bar.total - bar.n))      # as the others, too
     return found
 
 
@@ -228,7 +230,7 @@ def _finish(order: Order, source: Any, encoding: dict[str, Any], found: list[tup
     index = shards.body_of(encoding, list(source.classes), records,
                            {"dstrain": __version__, "torch": torch.__version__})
     _tolerate(len(index["bad_files"]), order, encoding["number"])
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         replace(order.out / shards.INDEX, shards.render(index))
         sync_folder(order.out)
     return index

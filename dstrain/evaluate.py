@@ -20,14 +20,16 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dstrain import __version__, ranks, runs, systems
-from dstrain.config import ConfigError, Run
+from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import open_images
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.engine.manifest import manifest, replace
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import trained
 from dstrain.systems.base import System, Terms
 from dstrain.track import figures
 
@@ -57,16 +59,16 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
     ConfigError, ValueError: what cannot be, with the remedy.
     """
     begin = time.perf_counter()
-    run = runs.read(order.folder)
+    run = trained.read(order.folder)
     system = systems.build(run.system, run.model)
     source = Spread(_source(order, run, _classes(system, run)), order.num)
-    checkpoint = runs.checkpoint(order.folder, order.step)
-    kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
+    checkpoint = trained.checkpoint(order.folder, order.step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
     out = _folder(order)
-    networks = runs.networks(system, checkpoint, kinds, torch.bfloat16 if order.bf16 else torch.float32)
+    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if order.bf16 else torch.float32)
     means = measure(system, networks, source, batch=order.batch, seed=run.seed, num_steps=order.num_steps,
-                    show=ranks.rank() == 0)
-    unreadable = sorted(set().union(*ranks.objects(source.unreadable)))
+                    show=group.rank() == 0)
+    unreadable = sorted(set().union(*group.objects(source.unreadable)))
     seal = manifest(checkpoint)
     data = {"path": order.data or run.data.path, "fingerprint": source.whole.fingerprint(),
             "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
@@ -75,14 +77,14 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
         "samples": len(source), "samples_of_split": len(source.whole), "num_steps": order.num_steps, **means,
         "data": data, "seed": run.seed, "precision": "bf16" if order.bf16 else "float32",
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "trained_with": seal["versions"], "ranks": ranks.world(), "batch": order.batch,
+        "trained_with": seal["versions"], "ranks": group.world(), "batch": order.batch,
         "device": _device(), "seconds": round(time.perf_counter() - begin, 3),
     }
     path = out / f"{_name(order, result)}.json"
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         replace(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
-    ranks.barrier()
+    group.barrier()
     return path, result
 
 
@@ -98,11 +100,11 @@ def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batc
     quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
     At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
     """
-    rounds = -(-len(source) // (batch * ranks.world()))
-    batch = -(-len(source) // (rounds * ranks.world()))                  # as little filling as can be
+    rounds = -(-len(source) // (batch * group.world()))
+    batch = -(-len(source) // (rounds * group.world()))                  # as little filling as can be
     means = _Means()
     with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=None if show else True) as bar:
-        batches = held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(), seed)
+        batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
             terms = system.measure(networks, system.encode(samples), num_steps, _watched(bar, rounds))
@@ -148,27 +150,27 @@ class _Means:
         finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
         self.nonfinite += int((valid & ~finite).sum())
 
-    def _sum(self, group: str, name: str, values: Tensor, counted: Tensor) -> None:
+    def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
         kept = torch.where(counted, values, 0.0)
         sums = torch.stack((kept.sum(0), kept.square().sum(0), counted.expand_as(kept).sum(0)))   # (3, K)
-        self.sums[group, name] = self.sums.get((group, name), 0) + sums
+        self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
     def result(self) -> dict[str, Any]:
         """Over all ranks, all of which have added the same names."""
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names),
                           torch.tensor([self.nonfinite], dtype=torch.float64)])
-        flat = ranks.total(flat.to(ranks.device())).cpu()
+        flat = group.total(flat.to(group.device())).cpu()
         found: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
                                  "quarters": {}, "nonfinite_samples": int(flat[-1])}
         parts = flat[:-1].split([self.sums[name].numel() for name in names])
-        for (group, name), part in zip(names, parts):
+        for (kind, name), part in zip(names, parts):
             total, squares, count = part.view(3, -1)
             means = total / count
-            found[group][name] = _plain(means)
-            if group == "figures":
+            found[kind][name] = _plain(means)
+            if kind == "figures":
                 variance = (squares / count - means.square()).clamp(min=0) / (count - 1)
-                found[group][name], (found["standard_errors"][name],) = found[group][name][0], _plain(variance.sqrt())
+                found[kind][name], (found["standard_errors"][name],) = found[kind][name][0], _plain(variance.sqrt())
         return found
 
 
@@ -297,7 +299,7 @@ def _name(order: Order, result: dict[str, Any]) -> str:
 
 
 def _device() -> str:
-    device = ranks.device()
+    device = group.device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

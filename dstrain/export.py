@@ -20,16 +20,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from dstrain import card, ranks, recipe, runs, systems
-from dstrain.config import ConfigError, Run
+from dstrain import recipe, systems
 from dstrain.data import order as orders
 from dstrain.data.batches import held_out
 from dstrain.data.shards import INDEX, read_index, statistics, sums
 from dstrain.data.sources import open_sources
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.engine.checkpoint import read_weights
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import card, trained
+from dstrain.runs.weights import read
 from dstrain.systems.base import Example, System
-from dstrain.weights import read
 
 _BATCH = 32                   # samples of the data at a time
 _PROBE = 4                    # random samples that are compared
@@ -62,12 +64,12 @@ class Exported:
 
 def export(order: Order) -> Exported:
     """Writes order.out, whole or not at all. ConfigError, ValueError: it cannot be expressed, or does not agree."""
-    if ranks.place().world > 1:
+    if group.place().world > 1:
         raise ConfigError("an export takes one process: python launch/export.py ...")
     if order.statistics and order.format != "diffusers":
         raise ConfigError("--statistics gives an autoencoder's scaling_factor, which only --format diffusers writes: "
                           "leave it out")
-    run = runs.read(order.run)
+    run = trained.read(order.run)
     writer = _writer(order.run, run) if order.format == "diffusers" else None
     if order.out.exists() and (not order.out.is_dir() or any(order.out.iterdir())):
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
@@ -75,8 +77,9 @@ def export(order: Order) -> Exported:
     if order.statistics and not system.encodes:
         raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {order.run} trains {run.system}: "
                           "leave it out")
-    checkpoint = runs.checkpoint(order.run, order.step)
-    kinds = runs.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw, every=True)
+    checkpoint = trained.checkpoint(order.run, order.step)
+    ema = run.samples.ema if order.ema is None else order.ema
+    kinds = trained.kinds(system, checkpoint, ema, order.raw, every=True)
     if writer is not None:                                        # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
@@ -86,7 +89,7 @@ def export(order: Order) -> Exported:
         if writer is None:
             done = _as_parts(run, checkpoint, kinds, tmp)
         else:
-            nets = runs.networks(system, checkpoint, kinds, torch.float32)
+            nets = trained.networks(system, checkpoint, kinds, torch.float32)
             done = _in_diffusers(order, run, system, nets, writer, tmp)
         limits = getattr(writer, "TOLERATED", {})
         wrong = {name: error for name, error in done.errors.items() if not error <= limits.get(name, _TOLERATED)}
@@ -130,7 +133,7 @@ def _in_diffusers(order: Order, run: Run, system: System, nets: dict[str, nn.Mod
         return found
 
     writer.save(system, nets, out, measured, lambda: _classes(run))
-    synthetic = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(_PROBE).items()}
+    synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
     # Both sides in whole float32: on a GPU convolutions would round to TF32, by algorithms of their own choice.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         errors = writer.errors(system, nets, out, system.encode(synthetic))
@@ -181,7 +184,7 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source, _ = open_sources(run.data)
-    for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=ranks.device(), seed=run.seed,
+    for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
                           limit=num):
         with torch.no_grad():                  # not around the yield, or it would hold for whoever asks
             example = system.encode(batch)

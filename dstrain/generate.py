@@ -15,13 +15,15 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dstrain import draws, ranks, recipe, runs, systems
-from dstrain.config import ConfigError, Run
+from dstrain import recipe, rng, systems
 from dstrain.data.pixels import read_pictures
-from dstrain.sampling import class_columns, draw, draw_all
-from dstrain.scenes import Length, frames_of_scenes, go_on, length, read_prime
+from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, folder_for
+from dstrain.drawing.sampling import class_columns, draw, draw_all
+from dstrain.drawing.scenes import Length, frames_of_scenes, go_on, length, read_prime
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import trained
 from dstrain.systems.base import Request, System
-from dstrain.written import FORMATS, FPS, About, Embeddings, Pictures, folder_for
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,23 @@ def generate(order: Order) -> Path:
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
     request, captions = _request(order, stages[0].run, stages[0].system, given, clip)
     further = _further(order, stages[0].run, stages[0].system)
-    out = ranks.from_first(folder_for(order.out, stages[-1].folder) if ranks.rank() == 0 else None)
+    out = group.from_first(folder_for(order.out, stages[-1].folder) if group.rank() == 0 else None)
     try:
         _write(order, out, stages, request, captions, further, clip)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror or error}): make room, or name a folder "
                           "elsewhere") from None
-    ranks.barrier()
+    group.barrier()
     return out
 
 
 def _write(order: Order, out: Path, stages: list[Stage], request: Request, captions: list[str] | None,
            further: list[dict[str, Tensor]], clip: Length | None) -> None:
-    with tqdm(total=order.num, unit="sample", disable=None if ranks.rank() == 0 else True) as bar:
+    with tqdm(total=order.num, unit="sample", disable=None if group.rank() == 0 else True) as bar:
         rounds = _drawn(stages, order, request, further, clip)
         numbers, samples = next(rounds)                                   # an order that cannot be leaves no folder
         out.mkdir(parents=True, exist_ok=True)
-        ranks.barrier()
+        group.barrier()
         about = About(order.num, order.seed, class_columns(request), request.conditions.get("label"), captions,
                       frames_of_scenes(order.scenes, clip) if order.scenes else None, order.pngs,
                       order.formats or FORMATS, order.fps)
@@ -109,7 +111,7 @@ def _write(order: Order, out: Path, stages: list[Stage], request: Request, capti
 
 
 def _systems(folder: Path, order: Order | None = None) -> Opened:
-    run = runs.read(folder)
+    run = trained.read(folder)
     if order is not None:
         run = run.model_copy(update={"model": run.model | _frozen(folder, order, run)})
     try:
@@ -153,10 +155,10 @@ def _frozen(folder: Path, order: Order, run: Run) -> dict[str, Any]:
 
 def _stage(folder: Path, run: Run, system: System, step: int | None = None, ema: float | None = None,
            raw: bool = False) -> Stage:
-    checkpoint = runs.checkpoint(folder, step)
-    kinds = runs.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-    dtype = torch.bfloat16 if ranks.device().type == "cuda" else torch.float32
-    return Stage(folder, run, system, runs.networks(system, checkpoint, kinds, dtype))
+    checkpoint = trained.checkpoint(folder, step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    dtype = torch.bfloat16 if group.device().type == "cuda" else torch.float32
+    return Stage(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
 
 
 def _length(order: Order, run: Run, system: System) -> Length | None:
@@ -272,7 +274,7 @@ def _drawn(stages: list[Stage], order: Order, request: Request, further: list[di
         for stage, all_conditions in zip(then, told):
             wanted = stage.run.samples
             # Other seeds than the first run's: its noise is what the pictures were made of.
-            seeds = draws.keys_of_seeds(seeds)
+            seeds = rng.keys_of_seeds(seeds)
             conditions = {name: values[numbers] for name, values in all_conditions.items()}
             conditions |= stage.system.conditions_from(samples)
             samples = draw_all(stage.system, stage.networks, Request(

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain import draws, folders, hosts, ranks, systems
-from dstrain.config import Run
-from dstrain.clock import Clock
+from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Spread
+from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.settings import remarks
-from dstrain.sampling import class_columns, draw_all, picture_all, score
-from dstrain.stops import Stops
+from dstrain.ranks import group
+from dstrain.ranks.stops import Stops
+from dstrain.recipe import Run
+from dstrain.runs import folders, hosts
+from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import Request, System
+from dstrain.track.throughput import Clock
 from dstrain.track.tracker import Tracker
-from dstrain.weights import fitted, write_parts
 
 DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
 
@@ -39,7 +41,7 @@ class Options:
 def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> int:
     """Trains to run.steps from wherever the folder's newest whole checkpoint stands; an exit code, DONE or STOPPED."""
     folder = run.directory
-    lock = folders.claim(folder) if ranks.place().rank == 0 else nullcontext()     # one run in a folder
+    lock = folders.claim(folder) if group.place().rank == 0 else nullcontext()     # one run in a folder
     with lock:
         return _train(run, settings, options, folder)
 
@@ -48,25 +50,25 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
     start(run.faults.timeout_minutes)
     hosts.check(run, settings)                                    # before anything is moved or written
     source, unseen = open_sources(run.data)
-    if ranks.rank() == 0 and options.from_scratch:
+    if group.rank() == 0 and options.from_scratch:
         folders.set_aside(folder)
-    ranks.barrier()
-    stops = Stops(folder if ranks.rank() == 0 else None, run.faults.orphan_check)
+    group.barrier()
+    stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
     system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     for network in system.frozen():
-        network.to(ranks.device())
+        network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = [f"note: {remark}" for remark in remarks(settings, ranks.device().type)]
+    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)]
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         saved=lambda step: folders.note_saved(folder, step))
     first = begin(run, engines, ema, saves, system, notes)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         folders.write_down(run, settings, system.fingerprint(source))
     micro = settings["train_micro_batch_size_per_gpu"]
-    batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=ranks.rank(),
-                      world=ranks.world(), num_workers=run.data.workers, device=ranks.device(), folder=folder,
+    batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
+                      world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for note in notes:
@@ -82,7 +84,7 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             clock.step(all(engines.applied().values()))
             done = step + 1
             saver.look()
-            stop = ranks.agree(stops.requested())                 # a signal anywhere stops everyone together
+            stop = group.agree(stops.requested())                 # a signal anywhere stops everyone together
             last = stop or done == run.steps
             if stop:
                 stops.settle()
@@ -107,9 +109,9 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             at = saves.store.folder / f"step_{run.steps:08d}"
             tracker.model(done, lambda into: write_parts(at, system.averaged or engines, run.samples.ema, into))
         tracker.note(farewell(run, folder, first, done, saver.newest, stops))
-        ranks.leave()                                             # still deaf to signals: all is saved
+        group.leave()                                             # still deaf to signals: all is saved
     except RuntimeError as error:
-        tracker.note(ranks.fall(error))
+        tracker.note(group.fall(error))
         raise
     finally:
         saver.close()
@@ -126,7 +128,7 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
         with torch.no_grad():
             example = system.encode(batch)                        # frozen encoders; building one draws random weights
-        draws.seed_torch(run.seed, step, micro * ranks.world() + ranks.rank())     # dropout is torch's own
+        rng.seed_torch(run.seed, step, micro * group.world() + group.rank())     # dropout is torch's own
         for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
             with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
                 terms = system.loss(part, nets, example)
@@ -137,7 +139,7 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
             tracker.add(part, terms)
     if seen:                                                      # what a system learns on the side, by all samples
         rows = {name: torch.cat([kept[name] for kept in seen]) for name in seen[0]}
-        system.observe(ranks.in_order(rows.pop("position"), rows))
+        system.observe(group.in_order(rows.pop("position"), rows))
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
@@ -163,7 +165,7 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
          tracker: Tracker) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     wanted = run.samples
-    chunk = min(chunk, -(-wanted.num // ranks.world()))
+    chunk = min(chunk, -(-wanted.num // group.world()))
     shown: dict[str, Tensor] = {}
     columns = None                                                # the same of all grids: what belongs together aligns
     if system.starts_from_data:
@@ -196,7 +198,7 @@ def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, 
     source = Spread(source, run.every.evaluate_samples or None)
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
-        return score(system, engines.modules, held_out(source, batch, ranks.rank(), ranks.world(), ranks.device(),
+        return score(system, engines.modules, held_out(source, batch, group.rank(), group.world(), group.device(),
                                                        run.seed), curves)
     raw = {f"raw/{name}": value for name, value in means({}).items()}
     curves: dict[str, list[float]] = {}

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
@@ -207,12 +207,12 @@ def flat(values: Tensor) -> Tensor:
 
 def timesteps() -> Iterator[tuple[str, Work, Work, Work]]:
     """Draws and updates of DRAWN timesteps; ours draws from uniform numbers that belong to the samples."""
-    keys = [draws.keys(0, step, torch.arange(DRAWN)) for step in range(VARIED)]
-    uniforms = [draws.uniform(key, "timestep") for key in keys]
+    keys = [rng.keys(0, step, torch.arange(DRAWN)) for step in range(VARIED)]
+    uniforms = [rng.uniform(key, "timestep") for key in keys]
     even, even_ours = PlainUniform(STEPS), UniformSampler(STEPS)
     yield (f"UniformSampler {DRAWN}", lambda i: even.sample(DRAWN), lambda i: even_ours.sample(uniforms[i]), nothing)
     yield (f"  with its uniform numbers {DRAWN}", lambda i: even.sample(DRAWN),
-           lambda i: even_ours.sample(draws.uniform(keys[i], "timestep")), nothing)
+           lambda i: even_ours.sample(rng.uniform(keys[i], "timestep")), nothing)
     for total in (1000, 4000):
         yield from warm(total, uniforms)
 

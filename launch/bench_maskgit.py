@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.vocabulary import Vocabulary
 
@@ -71,11 +71,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     head = Vocabulary(options.dim, options.codebook, options.chunk).to(device)
-    key = draws.keys(0, 0, torch.arange(options.batch)).to(device)
-    states = draws.normal(key, "states", (options.tokens, options.dim)).flatten(0, 1).requires_grad_()
-    targets = draws.integers(key, "tokens", options.codebook, (options.tokens,)).flatten()
+    key = rng.keys(0, 0, torch.arange(options.batch)).to(device)
+    states = rng.normal(key, "states", (options.tokens, options.dim)).flatten(0, 1).requires_grad_()
+    targets = rng.integers(key, "tokens", options.codebook, (options.tokens,)).flatten()
     real = torch.ones(options.batch, options.tokens, dtype=torch.bool, device=device)
-    masked = masking.mask(draws.uniform(key, "u"), draws.uniform(key, "mask", (options.tokens,)), real).flatten()
+    masked = masking.mask(rng.uniform(key, "u"), rng.uniform(key, "mask", (options.tokens,)), real).flatten()
     seconds, before = [], resident(device)
     for _ in range(options.rounds):
         head.zero_grad()

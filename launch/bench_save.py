@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from dstrain import cli, ranks
+from dstrain.command import cli
+from dstrain.ranks import group
 
 ROUNDS = 3
 
@@ -43,25 +44,25 @@ def main() -> None:
         start()
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=beside) if ranks.rank() == 0 else nullcontext() as folder:
-            report(measure(job, Path(ranks.from_first(folder))))
-            ranks.barrier()
-        ranks.leave()
+        with tempfile.TemporaryDirectory(dir=beside) if group.rank() == 0 else nullcontext() as folder:
+            report(measure(job, Path(group.from_first(folder))))
+            group.barrier()
+        group.leave()
 
 
 def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
     from dstrain.bench import Repeated, our_side
-    from dstrain.config import ConfigError, Save
+    from dstrain.recipe import ConfigError, Save
     from dstrain.engine.checkpoint import Checkpoints
     from dstrain.engine.ema import EmaShadow
     from dstrain.engine.masters import MOMENTS
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
-    batch = {name: tensor.to(ranks.device()) for name, tensor in system.synthetic(micro).items()}
-    batch |= {"position": torch.arange(micro, device=ranks.device()), "step": torch.zeros_like(batch["key"])}
+    batch = {name: tensor.to(group.device()) for name, tensor in system.synthetic(micro).items()}
+    batch |= {"position": torch.arange(micro, device=group.device()), "step": torch.zeros_like(batch["key"])}
     engines, step = our_side(run, settings, system, Repeated(batch, accumulation))
     ema = EmaShadow(engines.masters, run.ema, system.averaged)
     step(0)
@@ -82,9 +83,9 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
         found[name] = min(seconds)
 
     least("copy", copier(values, size))
-    least("raw write", lambda number: written(folder / f"raw{ranks.rank()}", lambda file: [
+    least("raw write", lambda number: written(folder / f"raw{group.rank()}", lambda file: [
         file.write(flat.cpu().numpy().data) for flat in values]))
-    least("torch.save", lambda number: written(folder / f"pickled{ranks.rank()}",
+    least("torch.save", lambda number: written(folder / f"pickled{group.rank()}",
                                                lambda file: torch.save(values, file)))
     said: list[str] = []
     plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), said.append)
@@ -102,7 +103,7 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
             step(number)
             wait()
             steps.append(time.perf_counter() - at)
-            if not ranks.agree(beside.saver.under_way):
+            if not group.agree(beside.saver.under_way):
                 break
         beside.saver.settle()
         wholes.append(time.perf_counter() - begun)
@@ -137,7 +138,7 @@ def wait() -> None:
 
 def report(found: dict[str, float]) -> None:
     """Prints seconds and ratios, on rank 0."""
-    if ranks.rank():
+    if group.rank():
         return
     print("\n".join(f"  {name:22} {value:.4g}" for name, value in found.items()))
     for over, under in (("stall", "copy"), ("stall", "torch.save"), ("save", "torch.save"), ("save", "raw write"),

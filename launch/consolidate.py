@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dstrain import consolidate                # not dstrain.cli: it imports torch, which takes longer than all of this
+from dstrain import consolidate                # not command.cli: it imports torch, which takes longer than all of this
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dstrain import cli, options
+from dstrain.command import arguments, cli
 
 _HELP = """\
 Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
@@ -46,24 +46,24 @@ examples:
 
 
 def _order(argv: list[str] | None = None):
-    parser = options.Parser(_HELP)
+    parser = arguments.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--first-stage", "--first_stage")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data")
     parser.add_argument("--split", choices=("train", "held_out", "all"), default="train")
-    parser.add_argument("--held-out", "--held_out", type=options.share)
-    parser.add_argument("--image-size", "--image_size", type=options.positive)
-    parser.add_argument("--batch", type=options.positive, default=32)
+    parser.add_argument("--held-out", "--held_out", type=arguments.share)
+    parser.add_argument("--image-size", "--image_size", type=arguments.positive)
+    parser.add_argument("--batch", type=arguments.positive, default=32)
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
     parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
-    parser.add_argument("--shard-size", "--shard_size", type=options.positive, default=4096)
+    parser.add_argument("--shard-size", "--shard_size", type=arguments.positive, default=4096)
     parser.add_weights()
-    parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=options.share, default=0.01)
+    parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=arguments.share, default=0.01)
     parser.add_argument("--image-encoder", "--image_encoder")
     parser.add_argument("--text-encoder", "--text_encoder")
-    parser.add_argument("--max-text-len", "--max_text_len", type=options.positive)
-    parser.add_argument("--clips", type=options.positive)
+    parser.add_argument("--max-text-len", "--max_text_len", type=arguments.positive)
+    parser.add_argument("--clips", type=arguments.positive)
     parser.add_argument("--captions")
     parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
     words = parser.words(argv)
@@ -96,26 +96,28 @@ def _pairs(words: dict, parser: argparse.ArgumentParser):
     other = [name for name, value in words.items() if value != parser.get_default(name)]
     if other:
         raise cli.ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
-    from dstrain.embed import Order
+    from dstrain.caches.embeddings import Order
     return Order(**kept, **embeds)
 
 
 def main() -> None:
     order = _order()
-    from dstrain import embed, encode, ranks
+    from dstrain import encode
+    from dstrain.caches import embeddings
+    from dstrain.ranks import group
     from dstrain.engine.engines import start
-    if ranks.place().world > 1:
+    if group.place().world > 1:
         start()
     if not isinstance(order, encode.Order):
-        plan = embed.embed(order)
-        if ranks.rank() == 0:
+        plan = embeddings.embed(order)
+        if group.rank() == 0:
             print(f"{plan['pairs']} pairs in {order.out}: image_embed {plan['image_embed_dim']}, text_embed "
                   f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
                   "images without caption")
-        ranks.leave()
+        group.leave()
         return
     index = encode.encode(order)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         encoding, found = index["encoding"], index["statistics"]
         scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
         scale += f" of {encoding['codebook_size']} ids" if encoding.get("codebook_size") else ""
@@ -124,7 +126,7 @@ def main() -> None:
         bad = f", {len(index['bad_files'])} unreadable files replaced" if index["bad_files"] else ""
         print(f"{encoding['number']} samples in {order.out}: {encoding['kind']} {encoding['dtype']} "
               f"{encoding['shape']} x {encoding['flips']}{scale}{texts}{bad}")
-    ranks.leave()
+    group.leave()
 
 
 if __name__ == "__main__":

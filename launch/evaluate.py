@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli, options
+from dstrain.command import arguments, cli
 
 _HELP = """\
 Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot.
@@ -29,15 +29,15 @@ examples:
 
 
 def _order(argv: list[str] | None = None):
-    parser = options.Parser(_HELP)
+    parser = arguments.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--split", choices=("held_out", "train", "test"))
     parser.add_argument("--data")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    parser.add_argument("--num-samples", "--num_samples", type=options.positive, dest="num")
-    parser.add_argument("--steps", type=options.positive, dest="num_steps")
+    parser.add_argument("--num-samples", "--num_samples", type=arguments.positive, dest="num")
+    parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_weights()
-    parser.add_argument("--batch", type=options.positive, default=32)
+    parser.add_argument("--batch", type=arguments.positive, default=32)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--out", type=Path)
     words = parser.words(argv)
@@ -49,14 +49,15 @@ def _order(argv: list[str] | None = None):
 
 def main() -> None:
     order = _order()
-    from dstrain import evaluate, ranks
+    from dstrain import evaluate
+    from dstrain.ranks import group
     from dstrain.engine.engines import start
-    if ranks.place().world > 1:
+    if group.place().world > 1:
         start()
     path, result = evaluate.evaluate(order)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         print(evaluate.report(path, result))
-    ranks.leave()
+    group.leave()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli, options
+from dstrain.command import arguments, cli
 
 _HELP = """\
 Writes a trained run as a folder that others load, and compares it with the trained network.
@@ -30,13 +30,13 @@ example:
 
 
 def _order(argv: list[str] | None = None):
-    parser = options.Parser(_HELP)
+    parser = arguments.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--format", choices=("diffusers", "safetensors"), default="diffusers")
     parser.add_weights()
     parser.add_argument("--statistics", type=Path)
-    parser.add_argument("--num-samples", "--num_samples", type=options.positive, default=1000, dest="num")
+    parser.add_argument("--num-samples", "--num_samples", type=arguments.positive, default=1000, dest="num")
     words = parser.words(argv)
     for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli, options
+from dstrain.command import arguments, cli
 
 _HELP = """\
 Draws from a trained run: PNGs (videos: GIF and MP4), a grid, and an ADM-style .npz (embeddings: one .npy).
@@ -43,30 +43,30 @@ examples:
 
 
 def _order(argv: list[str] | None = None):
-    parser = options.Parser(_HELP)
+    parser = arguments.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    parser.add_argument("--num-samples", "--num_samples", "--num", type=options.positive, default=16, dest="num")
-    parser.add_argument("--labels", type=options.labels)
-    parser.add_argument("--prompts", type=options.lines)
+    parser.add_argument("--num-samples", "--num_samples", "--num", type=arguments.positive, default=16, dest="num")
+    parser.add_argument("--labels", type=arguments.labels)
+    parser.add_argument("--prompts", type=arguments.lines)
     parser.add_argument("--text-encoder", "--text_encoder")
     parser.add_argument("--tokenizer")
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
-    parser.add_argument("--seed", type=options.count, default=0)
-    parser.add_argument("--steps", type=options.positive, dest="num_steps")
+    parser.add_argument("--seed", type=arguments.count, default=0)
+    parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_argument("--sampler")
-    parser.add_argument("--guidance-scale", "--guidance_scale", type=options.scale)
+    parser.add_argument("--guidance-scale", "--guidance_scale", type=arguments.scale)
     parser.add_weights()
-    parser.add_argument("--batch", type=options.positive, default=16)
+    parser.add_argument("--batch", type=arguments.positive, default=16)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-pngs", action="store_false", dest="pngs")
-    parser.add_argument("--num-frames", "--num_frames", type=options.positive)
-    parser.add_argument("--scenes", type=options.lines)
+    parser.add_argument("--num-frames", "--num_frames", type=arguments.positive)
+    parser.add_argument("--scenes", type=arguments.lines)
     parser.add_argument("--prime", type=Path)
-    parser.add_argument("--prime-frames", "--prime_frames", type=options.positive)
-    parser.add_argument("--format", type=options.one_of("gif", "mp4"), dest="formats")
-    parser.add_argument("--fps", type=options.positive, default=10)
+    parser.add_argument("--prime-frames", "--prime_frames", type=arguments.positive)
+    parser.add_argument("--format", type=arguments.one_of("gif", "mp4"), dest="formats")
+    parser.add_argument("--fps", type=arguments.positive, default=10)
     words = parser.words(argv)
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
@@ -76,14 +76,15 @@ def _order(argv: list[str] | None = None):
 
 def main() -> None:
     order = _order()
-    from dstrain import generate, ranks
+    from dstrain import generate
+    from dstrain.ranks import group
     from dstrain.engine.engines import start
-    if ranks.place().world > 1:
+    if group.place().world > 1:
         start()
     out = generate.generate(order)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         print(f"{order.num} samples in {out}")
-    ranks.leave()
+    group.leave()
 
 
 if __name__ == "__main__":

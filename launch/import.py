@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli, options
+from dstrain.command import arguments, cli
 
 _HELP = """\
 Makes a run's folder of weights from elsewhere, which is then drawn from, evaluated, encoded with or exported as one
@@ -27,7 +27,7 @@ examples:
 
 
 def _order(argv: list[str] | None = None):
-    parser = options.Parser(_HELP)
+    parser = arguments.Parser(_HELP)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--out", type=Path)

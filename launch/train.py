@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dstrain import cli
+from dstrain.command import cli
 
 
 def main() -> None:

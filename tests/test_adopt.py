@@ -11,11 +11,12 @@ import yaml
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 
-from dstrain import recipe, runs, systems
-from dstrain.config import ConfigError
+from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.store import manifest
-from dstrain.folders import check
+from dstrain.recipe import ConfigError
+from dstrain.runs import trained
+from dstrain.runs.folders import check
 from dstrain.systems.dit.network import DiT
 from tests.support import golden
 from tests.support.launch import here
@@ -43,10 +44,10 @@ def dit() -> dict[str, torch.Tensor]:
 
 def network(folder: Path) -> torch.nn.Module:
     """The first part of an imported run, as every verb builds it."""
-    run = runs.read(folder)
+    run = trained.read(folder)
     system = systems.build(run.system, run.model)
-    at = runs.checkpoint(folder)
-    found = runs.networks(system, at, runs.kinds(system, at, run.samples.ema), torch.float32)
+    at = trained.checkpoint(folder)
+    found = trained.networks(system, at, trained.kinds(system, at, run.samples.ema), torch.float32)
     return next(iter(found.values())).requires_grad_(False)
 
 
@@ -62,7 +63,7 @@ def drawn(monkeypatch, capsys, x: torch.Tensor, folder: Path, num: int, *words: 
         return (x if name == "start" else golden.stream(name, x.shape))[:num].float()
 
     with monkeypatch.context() as patched:
-        patched.setattr("dstrain.draws.normal", noise)
+        patched.setattr("dstrain.rng.normal", noise)
         said = [folder, "--num", num, "--steps", 10, "--no-pngs", *words]
         code, out, err = here("generate.py", said, patched, capsys)
     assert code == 0, err
@@ -165,7 +166,7 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
         again = [tmp_path / name, "--recipe", run / "run.yaml", "--out", tmp_path / f"again{number}"]
         code, _, err = here("import.py", again, monkeypatch, capsys)
         assert code == 0, err
-        back = read_weights(runs.checkpoint(again[-1]), "denoiser")
+        back = read_weights(trained.checkpoint(again[-1]), "denoiser")
         assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state), name
     with pytest.raises(ConfigError, match="holds imported weights.*init_from="):
         check(recipe.load(run / "run.yaml"), "data", from_scratch=False, allow_change=True)
@@ -185,7 +186,7 @@ def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):
         words = [tmp_path / "official", "--recipe", words[2], "--out", tmp_path / f"run{number}"]
         code, out, err = here("import.py", words, monkeypatch, capsys)
         assert code == 0 and f"discriminator is not in {words[0]} and begins anew" in out, err
-        at = runs.checkpoint(words[-1])
+        at = trained.checkpoint(words[-1])
         found.append({part: read_weights(at, part) for part in ("autoencoder", "discriminator")})
     state = official.state_dict()
     assert all(torch.equal(found[0]["autoencoder"][name], value) for name, value in state.items())
@@ -265,9 +266,9 @@ def test_what_an_import_is(tmp_path, monkeypatch, capsys):
     words = saved(tmp_path, DIT | {"ema": {"decays": [0.9]}, "samples": {"ema": 0.9}},
                   {name: value.bfloat16() for name, value in dit().items()})
     assert here("import.py", words, monkeypatch, capsys)[0] == 0
-    run = runs.read(words[-1])
+    run = trained.read(words[-1])
     assert (run.init_from, run.folder, run.ema.decays, run.samples.ema) == (words[0], words[-1], (), None)
-    body = manifest(runs.checkpoint(words[-1]))
+    body = manifest(trained.checkpoint(words[-1]))
     assert body["step"] == 0 and body["extra"] == {"imported": "official.pt"}
     assert sorted(os.listdir(words[-1])) == ["checkpoints", "run.yaml"]
     (part,) = (words[-1] / "checkpoints/step_00000000").glob("denoiser-*.safetensors")

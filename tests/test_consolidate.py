@@ -24,7 +24,7 @@ from dstrain.consolidate import Order, consolidate
 from dstrain.engine import streams, torch_files
 from dstrain.engine.fragments import Fragment, shard_name, write_shard
 from dstrain.engine.manifest import NAME, hash_files, render
-from dstrain.weights import fitted
+from dstrain.runs.weights import fitted
 from tests.support.launch import ROOT, environment
 from tests.systems.test_contract import CASES
 

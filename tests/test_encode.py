@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from dstrain import draws, systems
-from dstrain.config import ConfigError, Data
+from dstrain import rng, systems
+from dstrain.caches.plan import planned
 from dstrain.data.batches import Batches
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.sources import completed, open_sources
 from dstrain.encode import Order, encode
-from dstrain.encode_plan import planned
+from dstrain.recipe import ConfigError, Data
 from tests.support import first_stage
 from tests.support.pictures import break_file, folder
 
@@ -240,5 +240,5 @@ def test_training_from_latents_is_training_online(tmp_path, vae, images):
             for a, b in zip(one.at(step), two.at(step), strict=True):
                 x, y = online.encode(a), offline.encode(b)
                 assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
-                mirrored += (draws.uniform(a["key"], "flip") < 0.5).tolist()
+                mirrored += (rng.uniform(a["key"], "flip") < 0.5).tolist()
     assert any(mirrored) and not all(mirrored)

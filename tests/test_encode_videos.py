@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain import cli, recipe, systems
-from dstrain.config import Codes, ConfigError, Data, Run
+from dstrain import recipe, systems
+from dstrain.command import cli
 from dstrain.data.batches import Batches
 from dstrain.data.clips import Cut
 from dstrain.data.latents import Latents
@@ -15,6 +15,7 @@ from dstrain.data.sources import completed, open_sources
 from dstrain.data.videos import Mixed, Videos
 from dstrain.encode import Order, encode
 from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.recipe import Codes, ConfigError, Data, Run
 from tests.support import clips, tokenizer, towers
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_images

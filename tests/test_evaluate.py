@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.data.batches import held_out
-from dstrain.config import ConfigError, Run
 from dstrain.data.images import Fashion
 from dstrain.data.moving import MovingFashion
 from dstrain.data.spread import Spread
@@ -17,6 +16,7 @@ from dstrain.diffusion import schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.evaluate import Order, _source, measure
+from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
 from dstrain.track.videos import save_gif
 from tests.support import counting, gloo
@@ -135,10 +135,10 @@ def test_the_bound_of_a_plain_loop(num_steps, changes):
     rows = []
     for index in range(9):
         item = Fashion(8, 1, "held_out")[index * 500 // 9]
-        key, label = draws.keys(3, -1, torch.tensor([index])), torch.tensor([item["label"]])
+        key, label = rng.keys(3, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
             rows.append(chain.bits_per_dim(lambda x, t: network(x, t, label), item["image"][None] / 127.5 - 1,
-                                           lambda i: draws.normal(key, f"bound/{i}", (1, 8, 8))))
+                                           lambda i: rng.normal(key, f"bound/{i}", (1, 8, 8))))
     mean = {name: np.mean([row[name][0].numpy().astype(np.float64) for row in rows], axis=0) for name in rows[0]}
     for name in ("total", "prior"):
         assert found["figures"][name] == pytest.approx(mean[name], rel=1e-5, abs=1e-9)

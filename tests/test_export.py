@@ -9,21 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
-from dstrain import first_stage, recipe, systems
-from dstrain.config import ConfigError
-from dstrain.consolidate import Order as Consolidation
-from dstrain.consolidate import consolidate
+from dstrain import recipe, systems
+from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
-from dstrain.encode import Order as Encoding
-from dstrain.encode import encode
+from dstrain.encode import Order as Encoding, encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
 from dstrain.engine.manifest import NAME, hash_files, manifest, render
 from dstrain.engine.streams import read_header
-from dstrain.export import Order, _examples, _in_diffusers, _measured, _Shuffled, _told, _writer, export
+from dstrain.export import Order, _Shuffled, _examples, _in_diffusers, _measured, _told, _writer, export
+from dstrain.recipe import ConfigError
+from dstrain.runs import first_stage
+from dstrain.runs.weights import fitted
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.vae import to_diffusers
-from dstrain.weights import fitted
 from tests.support import checkpoints
 from tests.support.launch import ROOT
 from tests.support.pictures import folder as folder_of_pictures

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from dstrain import recipe, systems
-from dstrain.config import ConfigError, Run
 from dstrain.data.pixels import read_pictures
 from dstrain.generate import Order, generate
+from dstrain.recipe import ConfigError, Run
 from dstrain.track.pictures import Album
 from tests.support import checkpoints
 from tests.support.launch import ROOT

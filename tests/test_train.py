@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from dstrain import cli
-from dstrain.config import Run
-from dstrain.sampling import draw_all
+from dstrain.command import cli
+from dstrain.drawing.sampling import draw_all
+from dstrain.recipe import Run
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
 from dstrain.track.videos import film_grid

@@ -2,7 +2,7 @@
 
     stream position     p = step * global_batch + position,       0 <= position < global_batch
     sample index        order.index_at(p)
-    key                 draws.keys(seed, step, position): all randomness of the sample
+    key                 rng.keys(seed, step, position): all randomness of the sample
     layout              position = (micro * world + rank) * micro_batch + i
 
 The global batch of a step is thus the same samples with the same keys at any world size,
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles, read_items
 from dstrain.data.order import Order
@@ -161,7 +161,7 @@ def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.de
             warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}",
                           stacklevel=2)
         filled = torch.arange(batch).clamp(max=len(there) - 1)
-        key = draws.keys(seed, _HELD_OUT_STEP, position)
+        key = rng.keys(seed, _HELD_OUT_STEP, position)
         full = {name: tensor[filled] for name, tensor in read.items()}
         full |= {"key": key, "position": position, "valid": valid}
         yield placed(full, device)
@@ -187,10 +187,10 @@ class _Stream:
         positions = torch.arange(stream.start, stream.stop)                                 # (b,)
         index = self.order.index_at(positions)
         positions -= step * self.global_batch
-        key = draws.keys(self.seed, step, positions)
-        mirrored = draws.uniform(key, "flip") < 0.5 if self.flip else None                  # (b,)
+        key = rng.keys(self.seed, step, positions)
+        mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None                  # (b,)
         drawn = getattr(self.source, "drawn", None)                     # what is random about reading a sample
-        chance = draws.uniform(key, drawn) if drawn else None                               # (b,)
+        chance = rng.uniform(key, drawn) if drawn else None                               # (b,)
         batch, bad = _read(self.source, index, mirrored, chance)
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}

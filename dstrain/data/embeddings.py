@@ -30,11 +30,11 @@ from torch import Tensor
 
 from dstrain.data.bad_files import BadSample, read_items
 from dstrain.data.order import Order
-from dstrain.data.rows import FOLDERS, Captions, Table, as_read, fault_of, packed
+from dstrain.data.rows import Captions, FOLDERS, Table, as_read, fault_of, packed
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
-PLAN = "pairs.json"                               # where dstrain/embed.py says what it makes, and whether all is there
+PLAN = "pairs.json"                               # where encoding says what it makes, and whether all is there
 _SCANNED = 1 << 26                                # bytes of arrays that are looked through when they are opened
 _COMPARED = 256                                   # rows of a larger table by which it is known
 _LISTED = 1 << 22                                 # rows of a split whose order is kept as a list

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
 
@@ -65,7 +65,7 @@ class Latents:
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
-        held = draws.uniform(draws.keys_of_seeds(number), "held_out") < self.held_out
+        held = rng.uniform(rng.keys_of_seeds(number), "held_out") < self.held_out
         found = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
         if not len(found):
             raise ValueError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "

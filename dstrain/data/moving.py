@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
 from dstrain.data.order import permute
 from dstrain.data.rows import packed
@@ -76,7 +76,7 @@ class MovingFashion:
 
     def _path(self, index: int) -> tuple[Tensor, Tensor]:
         """The upper left corner of the item in each frame, pixels: float32 (T,) each."""
-        way, begin, across, turned = draws.uniform(draws.keys_of_seeds(torch.tensor([int(self.order[index])])),
+        way, begin, across, turned = rng.uniform(rng.keys_of_seeds(torch.tensor([int(self.order[index])])),
                                                    "motion", (4,))[0].tolist()
         side = self.items.image_size
         rooms = self.width - side, self.height - side                    # how far x and y reach

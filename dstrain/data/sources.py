@@ -5,15 +5,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dstrain import ranks
-from dstrain.config import Codes, Data
-from dstrain.data.clips import VIDEOS, Cut
+from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.images import class_folders, open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.videos import open_videos
+from dstrain.ranks import group
+from dstrain.recipe import Codes, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
 _OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems that learn from clips
@@ -90,7 +90,7 @@ def open_split(data: Data, split: str) -> Any | None:
     if not is_embeddings(data.path):
         raise ValueError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
                          "images have train and held_out")
-    return open_pairs(data.path, data.splits, split, ranks.place().world)
+    return open_pairs(data.path, data.splits, split, group.place().world)
 
 
 def completed(data: Data) -> Data:

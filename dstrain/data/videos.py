@@ -23,8 +23,8 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
-from dstrain.data.clips import PICTURES, VIDEOS, Cut, Listing, read_clip
 from dstrain.data.captioned import add_captions
+from dstrain.data.clips import Cut, Listing, PICTURES, VIDEOS, read_clip
 from dstrain.data.images import Names, few, is_held, list_folder, some_of, weighed
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed

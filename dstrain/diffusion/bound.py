@@ -7,7 +7,7 @@ Source: Nichol & Dhariwal 2021, Equations 4 to 7; a shortened chain is their sec
 import torch
 from torch import Tensor
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
 
 
@@ -24,7 +24,7 @@ def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tenso
     if num_steps is not None and not 1 <= num_steps <= whole:
         raise ValueError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
     chain = diffusion if num_steps in (None, whole) else diffusion.respaced(str(num_steps))
-    noise = lambda i: draws.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
+    noise = lambda i: rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
     terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
     terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}
     timestep = torch.tensor(chain.timestep_map, device=x_start.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 
 # Of AutoencoderKL's config, what decides the codes, and what it says by default. Only what differs goes into a
 # fingerprint, so that no key that a later diffusers adds, or an earlier one lacks, makes another first stage of it.
@@ -89,7 +89,7 @@ def posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: float, shift: float = 0.0) -> Tensor:
     """Float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
-    noise = draws.normal(key, "latent", tuple(mean.shape[1:]))
+    noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - shift) * scaling_factor
 
 

@@ -6,7 +6,7 @@
                                        for its tools; they resume at the same stage and number of ranks only
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
-number of ranks is the ordinary case. Nothing is pickled. The one clock makes random states needless (dstrain/draws.py).
+number of ranks is the ordinary case. Nothing is pickled. The one clock makes random states needless (dstrain/rng.py).
 """
 
 import json
@@ -19,8 +19,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dstrain import ranks
-from dstrain.config import Save
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
@@ -28,6 +26,8 @@ from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, failing_together, for_tools
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
+from dstrain.ranks import group
+from dstrain.recipe import Save
 
 COMMON = "common.safetensors"
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -59,7 +59,7 @@ class Checkpoints:
 
         ValueError: checkpoints are there and none verifies, or they do not fit these networks.
         """
-        steps = ranks.from_first(self.store.steps())
+        steps = group.from_first(self.store.steps())
         if not steps:
             return 0
         newest = self.store.newest(self.saver.report)
@@ -97,7 +97,7 @@ class Checkpoints:
         fine = not sums or torch.isfinite(torch.stack(sums)).all().item()
         if not fine:                              # or large, and only their sum is not
             fine = all(torch.isfinite(view).all().item() for view in views)
-        return not ranks.agree(not fine)
+        return not group.agree(not fine)
 
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout.
@@ -125,8 +125,8 @@ class Checkpoints:
                     engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=for_tools(),
                                            save_latest=False)
         for part, some in entries.items():
-            write_shard(folder / shard_name(part, ranks.rank(), ranks.world()), some, {"part": part})
-        if ranks.rank() == 0:
+            write_shard(folder / shard_name(part, group.rank(), group.world()), some, {"part": part})
+        if group.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
 
@@ -164,7 +164,7 @@ class Checkpoints:
         try:
             self._system.load_state_dict(_within(common, "system/"))
         except ValueError as error:               # only after --allow-change: the recipe is compared before
-            if ranks.rank() == 0:
+            if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
 
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Checkpoints:
             for kind, flats in self._kinds(part, native):
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
-                if source != kind and ranks.rank() == 0:
+                if source != kind and group.rank() == 0:
                     self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
                 if source in shards.kinds():
                     for fragment, view in masters.views(flats):
@@ -203,9 +203,9 @@ class Checkpoints:
         """Reads DeepSpeed's own files; their bytes have been verified against our manifest before the unpickling."""
         engine, world = self._engines[part], manifest(path)["world"]
         here = engine.zero_optimization_stage()
-        if (stage, world) != (here, ranks.world()):
+        if (stage, world) != (here, group.world()):
             raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
-                             f"such a checkpoint resumes only there; here are stage {here} and {ranks.world()} ranks. "
+                             f"such a checkpoint resumes only there; here are stage {here} and {group.world()} ranks. "
                              "Go on there with save.format=fragments: its next checkpoint goes on anywhere")
         loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
         if loaded is None:

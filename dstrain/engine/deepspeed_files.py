@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.engine import torch_files
-from dstrain.engine.streams import FLOATS, SIZES, Entry, Span, Stored
+from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

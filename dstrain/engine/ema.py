@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from dstrain.config import Ema
 from dstrain.engine.masters import Masters
+from dstrain.recipe import Ema
 
 
 class EmaShadow:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import ranks
-from dstrain.config import ConfigError, Run
 from dstrain.engine import prepare_environment
 from dstrain.engine.initial import constructed_weights, full_shape, initial_weights, resets
 from dstrain.engine.masters import Masters
 from dstrain.engine.settings import offloads_optimizer, stage
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
 
 Decays = Callable[[str, Tensor], bool]
 
@@ -30,10 +30,10 @@ Decays = Callable[[str, Tensor], bool]
 def start(timeout_minutes: float = 30) -> None:
     """Joins the process group, told by whichever launcher started this process, or alone.
 
-    A rank that waits for others longer than `timeout_minutes`, whatever for, raises: they are gone, see ranks.lost.
+    A rank that waits for others longer than `timeout_minutes`, whatever for, raises: they are gone, see group.lost.
     """
     prepare_environment()
-    place = ranks.place()
+    place = group.place()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
     os.environ.setdefault("MASTER_ADDR", _first_host())
     if "MASTER_PORT" not in os.environ:
@@ -41,8 +41,8 @@ def start(timeout_minutes: float = 30) -> None:
         os.environ["MASTER_PORT"] = str(_free_port() if place.world == 1 else _job_port())
     import deepspeed
     if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.device())
-    if not ranks.started():
+        torch.cuda.set_device(group.device())
+    if not group.started():
         patience = timedelta(minutes=timeout_minutes)
         # Groups that DeepSpeed and we make beside the first one have torch's own patience, whatever the first one's.
         groups = torch.distributed.distributed_c10d
@@ -54,7 +54,7 @@ def start(timeout_minutes: float = 30) -> None:
                 raise
             raise ConfigError(f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
                               "the launcher another, deepspeed --master_port PORT ...") from None
-        ranks.barrier()
+        group.barrier()
         _unlink_buffers()
 
 
@@ -73,7 +73,7 @@ def _nhwc(x: Tensor) -> Tensor:
 
 def _unlink_buffers() -> None:
     """On CPU DeepSpeed maps 69 MB of shared memory a rank and leaves them behind: once mapped, no name is needed."""
-    if ranks.device().type == "cpu":
+    if group.device().type == "cpu":
         name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
         for path in Path("/dev/shm").glob(name):
             path.unlink(missing_ok=True)
@@ -235,8 +235,8 @@ class Engines(Mapping[str, Any]):
         """Begins a step: its learning rate, and nobody has learned yet."""
         self._learned.clear()
         for engine in self._engines.values():
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lr
+            for param_group in engine.optimizer.param_groups:
+                param_group["lr"] = lr
 
     def figures(self) -> dict[str, float]:
         """By part: grad_norm, of the last step before clipping, where it was computed; param_norm, of the fp32 weights;

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dstrain.engine.streams import FLOATS, SIZES, Entry, Span, Stored, read_header, stored
+from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_header, stored
 
 COMMON = "common.safetensors"
 SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain import ranks
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.initial import full_shape
+from dstrain.ranks import group
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -81,7 +81,7 @@ class Masters:
     def _find_stage0(self) -> None:
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
-            pairs = [(p, p.data) for group in self._zero.param_groups for p in group["params"]]
+            pairs = [(p, p.data) for params in self._zero.param_groups for p in params["params"]]
         else:
             pairs = [(p, master) for ps, masters in zip(self._zero.fp16_groups, groups)
                      for p, master in zip(ps, masters)]
@@ -96,8 +96,8 @@ class Masters:
             raise ValueError(f"DeepSpeed chose {type(self._zero).__name__}, whose fp32 weights dstrain does not reach; "
                              "remove data_types.grad_accum_dtype from the DeepSpeed config")
         self.flats = list(self._zero.single_partition_of_fp32_groups)
-        for number, group in enumerate(self._zero.bit16_groups):
-            for weight in group:
+        for number, weights in enumerate(self._zero.bit16_groups):
+            for weight in weights:
                 mapping = weight._hp_mapping                              # None where another rank owns all of it
                 if mapping is not None:
                     inside, place = mapping.lp_fragment_address, mapping.hp_fragment_address
@@ -107,8 +107,8 @@ class Masters:
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         rank = dist.get_rank(self._zero.dp_process_group)
-        for group in self._zero.fp16_groups:
-            for weight in group:
+        for weights in self._zero.fp16_groups:
+            for weight in weights:
                 number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
                 start = min(rank * length, weight.ds_numel)               # the last partition is padded
                 numel = min(length, weight.ds_numel - start)
@@ -122,8 +122,8 @@ class Masters:
             return [weight.data for weight in self._weights]
         if hasattr(self._zero, "fp16_partitioned_groups_flat"):
             return self._zero.fp16_partitioned_groups_flat
-        return [parts[dist.get_rank(group)]
-                for parts, group in zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)]
+        partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
+        return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
     # --------------------------------------------------------------------------------------------- reading and writing
 
@@ -134,7 +134,7 @@ class Masters:
 
     def own_views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
         """`views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
-        rank, world = ranks.rank(), ranks.world()
+        rank, world = group.rank(), group.world()
         for number, view in enumerate(self.views(flats)):
             if not self.replicated or number % world == rank:
                 yield view
@@ -144,7 +144,7 @@ class Masters:
         """The length of all weights as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
         mine = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
-        return ranks.total(mine.to(ranks.device())).sqrt().item()                 # offloaded masters are on the host
+        return group.total(mine.to(group.device())).sqrt().item()                 # offloaded masters are on the host
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dstrain import ranks
-from dstrain.config import NotSaved
 from dstrain.engine.snapshot import Entry, Snapshot
 from dstrain.engine.store import Store
+from dstrain.ranks import group
+from dstrain.recipe import NotSaved
 
 Entries = dict[str, list[Entry]]             # by part
 
@@ -80,10 +80,10 @@ class Saver:
                                "again") from failed.cause
             return
         if self._group is None:
-            self._group = ranks.new_group()
+            self._group = group.new_group()
 
         def fly() -> None:
-            with ranks.speaking_over(self._group):
+            with group.speaking_over(self._group):
                 self._fly(flight, lambda folder: write(folder, copies), need_bytes)
 
         # A daemon: a process whose peers have gone must be able to end.
@@ -103,7 +103,7 @@ class Saver:
         flight.ended.wait()
         self.look()
         self._flight = None
-        if ranks.agree(flight.error is not None):
+        if group.agree(flight.error is not None):
             self._failures, self._failed = self._failures + 1, flight
         else:
             self.newest, self._failures = flight.step, 0
@@ -119,7 +119,7 @@ class Saver:
         if flight is None or flight.told or self.under_way:
             return
         flight.told = True
-        if ranks.rank() != 0:
+        if group.rank() != 0:
             return
         if flight.error is None:
             self.report(f"saved step {flight.step} in {flight.seconds:.1f} s; training waited {flight.waited:.2f} s"
@@ -133,7 +133,7 @@ class Saver:
         others = [best[1]] if best else []
         if flight is not None and flight.score is not None and not (flight.ended.is_set() and flight.error):
             others.append(flight.score)
-        return ranks.from_first(all(score < other for other in others))
+        return group.from_first(all(score < other for other in others))
 
     def close(self) -> None:
         """Lets a save in flight end although an error ends the run; a user who interrupts twice is in haste."""
@@ -150,12 +150,12 @@ class Saver:
             try:
                 copies = self._snapshot.take(entries)
             except (RuntimeError, MemoryError) as error:
-                shortage = f"rank {ranks.rank()} has no memory for a copy: {_first_line(error)}"
-        shortages = [some for some in ranks.objects(shortage) if some is not None]
+                shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
+        shortages = [some for some in group.objects(shortage) if some is not None]
         if not shortages:
             return copies
         self._asynchronous, self._snapshot = False, Snapshot()
-        if ranks.rank() == 0:
+        if group.rank() == 0:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
 
@@ -163,10 +163,10 @@ class Saver:
         try:
             self.store.save(flight.step, write, extra={"score": flight.score}, need_bytes=need_bytes)
             flight.error = self.store.error
-            if flight.error is None and ranks.rank() == 0:
+            if flight.error is None and group.rank() == 0:
                 self._tell(flight)
         except Exception as error:           # such as a peer that has gone: told where the save is waited for
-            flight.error, flight.cause = ranks.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
+            flight.error, flight.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
         finally:
             flight.seconds = time.perf_counter() - flight.began
             flight.ended.set()

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.config import ConfigError, Run, divisors
 from dstrain.engine.schema import refusals, unsupported
-from dstrain.recipe import nearby
+from dstrain.recipe import ConfigError, Run, divisors, nearby
 
 Settings = dict[str, Any]
 

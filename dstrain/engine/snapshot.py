@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dstrain import ranks
 from dstrain.engine.fragments import Fragment
+from dstrain.ranks import group
 
 Entry = tuple[str, Fragment, Tensor]         # kind, fragment, its values (numel,) float32: what write_shard takes
 
@@ -29,7 +29,7 @@ class Snapshot:
         if self._buffers:
             return None
         wanted = 4 * sum(_numel(some) for some in entries.values())
-        told = ranks.objects((socket.gethostname(), wanted, available_memory()))
+        told = group.objects((socket.gethostname(), wanted, available_memory()))
         for host in dict.fromkeys(name for name, _, _ in told):
             needed = sum(count for name, count, _ in told if name == host)
             free = min(left for name, _, left in told if name == host)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import dstrain
-from dstrain import ranks
 from dstrain.engine.manifest import (NAME, faults, hash_files, manifest, render, replace,
                                      sync_folder, write_synced)
+from dstrain.ranks import group
 
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
@@ -63,7 +63,7 @@ class Store:
         self.error = None
         if self._verify(step) is None:
             return None
-        needed = sum(ranks.objects(int(need_bytes)))
+        needed = sum(group.objects(int(need_bytes)))
         tmp = self._path(step, ".tmp")
 
         def prepare() -> None:
@@ -88,11 +88,11 @@ class Store:
         its "score", where there is one, decides which checkpoint is the best: the lowest.
         """
         tmp = self._path(step, ".tmp")
-        self.error = _first_of(ranks.objects(failed))
+        self.error = _first_of(group.objects(failed))
         if self.error is None:
             files = self._hash_all(tmp)                      # sets error
         if self.error is None:
-            body = {"files": files, "step": step, "world": ranks.world(), "extra": extra or {},
+            body = {"files": files, "step": step, "world": group.world(), "extra": extra or {},
                     "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
             self.error = self._on_first(lambda: self._seal(step, tmp, body))
         if self.error is not None:
@@ -122,7 +122,7 @@ class Store:
 
         Damaged ones are passed over; `report` is told which and why, on rank 0.
         """
-        for step in sorted(ranks.from_first(self.steps()), reverse=True):
+        for step in sorted(group.from_first(self.steps()), reverse=True):
             reason = self._verify(step)
             if reason is None:
                 return step, self._path(step)
@@ -155,13 +155,13 @@ class Store:
                 found = body, f"{NAME} is of step {body['step']}" if wrong else None
             except (OSError, ValueError) as error:
                 found = None, _reason(error)
-        body, reason = ranks.from_first(found)
+        body, reason = group.from_first(found)
         if reason is not None:
             return reason
         files = body["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
-        share = largest_first[ranks.rank() % ranks.world()::ranks.world()]
-        wrong = [fault for some in ranks.objects(faults(path, share, files)) for fault in some]
+        share = largest_first[group.rank() % group.world()::group.world()]
+        wrong = [fault for some in group.objects(faults(path, share, files)) for fault in some]
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return ", ".join(wrong[:3]) + more or None
 
@@ -171,11 +171,11 @@ class Store:
         try:
             paths = [path for path in tmp.rglob("*") if path.is_file()]
             names = [path.relative_to(tmp).as_posix() for path in paths]
-            mine = [name for name in names if _owner(name) == ranks.rank() % ranks.world()]
+            mine = [name for name in names if _owner(name) == group.rank() % group.world()]
             files = hash_files(tmp, mine, sync=True)
         except Exception as error:
             fault = _reason(error)
-        gathered = ranks.objects((names, files, fault))
+        gathered = group.objects((names, files, fault))
         merged = {name: entry for _, some, _ in gathered for name, entry in some.items()}
         unseen = sorted({name for seen, _, _ in gathered for name in seen} - set(merged))
         self.error = _first_of([fault for _, _, fault in gathered])
@@ -214,7 +214,7 @@ class Store:
                 action()
             except Exception as error:
                 reason = _reason(error)
-        return ranks.from_first(reason)
+        return group.from_first(reason)
 
 
 def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | None,
@@ -229,11 +229,11 @@ def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | Non
 def _owner(name: str) -> int:
     """The rank that hashes a file: the one that wrote it, by its name; others are dealt out."""
     writer = _WRITTEN_BY.fullmatch(name)
-    return (int(writer[1]) if writer else zlib.crc32(name.encode())) % ranks.world()
+    return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()
 
 
 def _first() -> bool:
-    return ranks.rank() % ranks.world() == 0
+    return group.rank() % group.world() == 0
 
 
 def _first_of(reasons: list[str | None]) -> str | None:

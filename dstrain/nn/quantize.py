@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 
 SAMPLINGS = ("soft", "straight_through", "reinmax")
 _LEAST = 2.0 ** -25                               # below the least uniform above 0, whose logarithm is finite
@@ -24,7 +24,7 @@ def wide(x: Tensor) -> Tensor:
 
 def gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
-    return -torch.log(-torch.log(draws.uniform(key, name, shape).clamp(min=_LEAST)))
+    return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
 def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:

@@ -5,7 +5,7 @@ a part learns. A system says what is learned and never how it is sharded: it kno
 
 A system touches weights only by calling its networks, since under ZeRO-3 nothing else is there (`nets` maps a part's
 name to a DeepSpeed engine, or to a bare module in tests and sampling). All randomness comes from `example["key"]`
-(see dstrain/draws.py), so that it belongs to a sample and not to a rank.
+(see dstrain/rng.py), so that it belongs to a sample and not to a rank.
 """
 
 from abc import ABC, abstractmethod

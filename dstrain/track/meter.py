@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dstrain import ranks
+from dstrain.ranks import group
 
 QUARTERS = 4
 _Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]   # part, by sample, scalars, quartiles?
@@ -69,16 +69,16 @@ class Meter:
         if not self._sums:
             return {}
         keys = sorted(self._sums)
-        flat = ranks.total(torch.cat([self._sums[key].flatten() for key in keys])).tolist()
+        flat = group.total(torch.cat([self._sums[key].flatten() for key in keys])).tolist()
         table: dict[str, list[float]] = {}
         nonfinite = 0.0
         cell = iter(zip(flat[::3], flat[1::3], flat[2::3]))
         for part, each, alone, by_quarter in keys:
             for name in (*each, *alone):
-                for group in range(1 + QUARTERS * by_quarter):
+                for quarter in range(1 + QUARTERS * by_quarter):
                     total, count, bad = next(cell)
-                    nonfinite += 0 if group else bad
-                    if (label := _label(name, group)) is not None:
+                    nonfinite += 0 if quarter else bad
+                    if (label := _label(name, quarter)) is not None:
                         entry = table.setdefault(self._prefixes[part] + label, [0.0, 0.0])
                         entry[0] += total
                         entry[1] += count
@@ -87,11 +87,11 @@ class Meter:
         return means | ({"nonfinite": nonfinite} if nonfinite else {})
 
 
-def _label(name: str, group: int) -> str | None:
-    """What a sum is called: group 0 is all samples, the others are the quarters."""
-    if group == 0:
+def _label(name: str, quarter: int) -> str | None:
+    """What a sum is called: quarter 0 is all samples, 1 to 4 are the quarters."""
+    if quarter == 0:
         return None if name == "loss_each" else name
-    return f"{'loss' if name == 'loss_each' else name}_q{group - 1}"
+    return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"
 
 
 def _double(values: Tensor) -> Tensor:

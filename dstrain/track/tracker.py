@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dstrain import ranks
-from dstrain.config import Run
+from dstrain.ranks import group
+from dstrain.recipe import Run
 from dstrain.track.figures import plot_columns
 from dstrain.track.meter import Meter
 from dstrain.track.pictures import grid, save_png
@@ -46,7 +46,7 @@ class Tracker:
                              "`pip install tensorboard`, or set track.tensorboard=false")
         self.folder, self._run = Path(folder), run
         self._meter = Meter(parts)
-        self._first = ranks.rank() % ranks.world() == 0
+        self._first = group.rank() % group.world() == 0
         self._faults: set[str] = set()
         self._bar = self._wandb = self._board = None
         if not self._first:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.batches import Batches, held_out, placed
 from dstrain.data.images import open_images
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def test_samples_and_keys_are_the_formula():
-    """Oracle: the contract: order.index_at(step * global + position), draws.keys, the flip by the
+    """Oracle: the contract: order.index_at(step * global + position), rng.keys, the flip by the
     key.
     """
     source, position = Numbers(100), torch.arange(24)
     for step, batch in zip((0, 1, 77), global_batches(source, (0, 1, 77))):
         assert torch.equal(batch["position"], position)
         assert torch.equal(batch["label"], Order(100, 3).index_at(step * 24 + position))
-        assert torch.equal(batch["key"], draws.keys(3, step, position))
-        flipped = draws.uniform(batch["key"], "flip") < 0.5
+        assert torch.equal(batch["key"], rng.keys(3, step, position))
+        flipped = rng.uniform(batch["key"], "flip") < 0.5
         assert 3 < flipped.sum() < 21
         for image, label, flip in zip(batch["image"], batch["label"].tolist(), flipped):
             expected = source[label]["image"]
@@ -62,7 +62,7 @@ def test_any_step_in_any_order(num_workers):
         for step in (0, 1, 9, 9, 2):
             assert same(list(batches.at(step)), list(Batches(Numbers(50), **sizes).at(step)))
         next(batches.at(3))  # left after one of three micro-batches
-        assert next(batches.at(4))["key"][0] == draws.keys(3, 4, torch.arange(1))[0]
+        assert next(batches.at(4))["key"][0] == rng.keys(3, 4, torch.arange(1))[0]
         batches.close()
         assert len(list(batches.at(5))) == batches.accumulation == 3
         assert batches.wait_seconds > 0
@@ -126,7 +126,7 @@ def test_held_out_is_exact(world, batch, size):
     labels = torch.cat([b["label"][b["valid"]] for b in every])
     assert torch.equal(labels.sort().values, torch.arange(size))
     keys = torch.cat([b["key"][b["valid"]] for b in every])[labels.argsort()]
-    assert torch.equal(keys, draws.keys(5, -1, torch.arange(size)))
+    assert torch.equal(keys, rng.keys(5, -1, torch.arange(size)))
     assert sum(len(b["label"]) for b in held_out(Numbers(33), 4, limit=10)) == 12
 
 

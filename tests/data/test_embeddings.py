@@ -12,15 +12,15 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from dstrain import draws, systems
-from dstrain.config import Data
+from dstrain import rng, systems
 from dstrain.data import embeddings, rows
 from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.sources import open_sources, open_split, require_kind
+from dstrain.drawing.sampling import score
 from dstrain.encoders.text import captions_of
-from dstrain.sampling import score
+from dstrain.recipe import Data
 from tests.support import gloo
 from tests.support.launch import environment
 
@@ -402,7 +402,7 @@ def test_width_differs_from_the_models(tmp_path):
     source = open_pairs(make(tmp_path), ALL, "train")
     batch = next(held_out(source, 4))
     build = lambda **changes: systems.build("prior", TINY | {"max_text_len": 0} | changes)
-    build().encode(batch | {"key": draws.keys(0, 0, torch.arange(4))})
+    build().encode(batch | {"key": rng.keys(0, 0, torch.arange(4))})
     with pytest.raises(ValueError, match="image_embed is 6 wide in the data and 8 in .*model.image_embed_dim=6"):
         build(image_embed_dim=8).encode(batch)
     with pytest.raises(ValueError, match="text_embed is 4 wide.*model.text_embed_dim=4"):

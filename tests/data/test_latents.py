@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain import draws, recipe, systems
-from dstrain.cli import Options, prepare
-from dstrain.config import ConfigError, Data
+from dstrain import recipe, rng, systems
+from dstrain.command.cli import Options, prepare
 from dstrain.data import shards
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
+from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
 from launch import bench_latents
 from tests.support import first_stage, pictures
@@ -76,7 +76,7 @@ def test_token_ids(tmp_path):
     codes = write(tmp_path / "x", kind="tokens")
     batches = Batches(Latents(tmp_path / "x"), global_batch=20, micro_batch=20, seed=1)
     (batch,) = batches.at(0)
-    side = (draws.uniform(batch["key"], "flip") < 0.5).long().numpy()
+    side = (rng.uniform(batch["key"], "flip") < 0.5).long().numpy()
     index = Order(50, 1).index_at(torch.arange(20)).numpy()
     assert batch["tokens"].dtype == torch.int64 and np.array_equal(batch["tokens"], codes[index, side])
 
@@ -93,8 +93,8 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
                 parts += batches.at(7)
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = whole["position"].argsort()
-        key, index = draws.keys(3, 7, position), Order(50, 3).index_at(7 * 24 + position).numpy()
-        side = (draws.uniform(key, "flip") < 0.5).long().numpy()
+        key, index = rng.keys(3, 7, position), Order(50, 3).index_at(7 * 24 + position).numpy()
+        side = (rng.uniform(key, "flip") < 0.5).long().numpy()
         assert 0 < side.sum() < 24 and torch.equal(whole["key"][rows], key)
         assert np.array_equal(whole["latent_mean"][rows], codes[index, side, 0])
         assert np.array_equal(whole["latent_std"][rows], codes[index, side, 1])
@@ -213,7 +213,7 @@ def test_the_index_fills_in_the_recipe(stage):
     system = systems.build("dit", recipe.load(folder / "run.yaml").model)
     batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).at(0))
     example = system.encode(batch)
-    noise = draws.normal(batch["key"], "latent", (3, 4, 4))
+    noise = rng.normal(batch["key"], "latent", (3, 4, 4))
     wanted = (batch["latent_mean"].float() + batch["latent_std"].float() * noise) * 0.5
     assert torch.equal(example["x_start"], wanted) and system.first_stage.vae.encoder is None
     alone = systems.build("dit", prepared([*words, "every.sample=0"]).run.model)

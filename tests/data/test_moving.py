@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.config import Data
 from dstrain.data.batches import Batches
 from dstrain.data.images import Fashion
 from dstrain.data.moving import MOTIONS, MovingFashion
 from dstrain.data.sources import open_sources
 from dstrain.encoders.text import captions_of
+from dstrain.recipe import Data
 
 DIRECTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1)}
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain import draws
-from dstrain.config import Data
+from dstrain import rng
 from dstrain.data import videos
 from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import held_out
@@ -21,6 +20,7 @@ from dstrain.data.sources import open_sources, require_kind
 from dstrain.data.spread import Spread
 from dstrain.data.videos import Mixed, open_videos, read_captions
 from dstrain.encoders.text import captions_of
+from dstrain.recipe import Data
 from tests.support.clips import moving, write_pictures
 from tests.support.pictures import folder as folder_of_images
 from tests.support.pictures import picture
@@ -145,12 +145,12 @@ def test_two_clips_of_one_name(tmp_path):
 
 
 def test_windows_are_drawn_by_the_key(tmp_path):
-    """Oracle: the formula: start = floor(draws.uniform(key, "clip") * starts) in what was written, then the flip."""
+    """Oracle: the formula: start = floor(rng.uniform(key, "clip") * starts) in what was written, then the flip."""
     source = open_videos(folder(tmp_path), CUT)
     starts = set()
     for step, batch in enumerate(twelve(source, range(8))):
-        key = draws.keys(3, step, torch.arange(12))
-        chance, flip = draws.uniform(key, "clip"), draws.uniform(key, "flip") < 0.5
+        key = rng.keys(3, step, torch.arange(12))
+        chance, flip = rng.uniform(key, "clip"), rng.uniform(key, "flip") < 0.5
         index = Order(6, 3).index_at(step * 12 + torch.arange(12))
         for row in range(12):
             number, count = int(index[row]), LONG[index[row]]
@@ -194,7 +194,7 @@ def test_a_broken_clip_is_replaced_and_listed(tmp_path):
     for step, batch in enumerate(batches):
         index = Order(6, 3).index_at(step * 12 + torch.arange(12)).tolist()
         for row, number in enumerate(index):
-            chance = draws.uniform(draws.keys(3, step, torch.tensor([row])), "clip").item()
+            chance = rng.uniform(rng.keys(3, step, torch.tensor([row])), "clip").item()
             wanted = source.read({1: 3, 2: 3}.get(number, number), chance)
             assert torch.equal(batch["video"][row], wanted["video"])
 

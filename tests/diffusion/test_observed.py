@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dstrain import ranks
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.ranks import group
 from tests.support import gloo
 
 STEPS, ROWS, TIMESTEPS = 6, 97, 5                 # 97 losses a step meet 5 timesteps: order decides what is kept
@@ -33,7 +33,7 @@ def observe(rank: int, world: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         micros = share(rank, world, step) or [{name: values[:0] for name, values in seen(step).items()}]
         rows = {name: torch.cat([micro[name] for micro in micros]) for name in micros[0]}
-        ordered = ranks.in_order(rows.pop("position"), rows)
+        ordered = group.in_order(rows.pop("position"), rows)
         sampler.observe(ordered["t"], ordered["loss"])
     return sampler.state_dict() | ordered
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, identity, posterior
 from dstrain.systems.base import Request
 from tests.support import first_stage
@@ -27,11 +27,11 @@ def test_encode_and_decode(folder):
     """Oracle: the autoencoder itself, called directly."""
     first_stage = Autoencoder(str(folder))
     assert (first_stage.channels, first_stage.factor, first_stage.scaling_factor) == (4, 8, 0.5)
-    image, key = torch.rand(2, 3, 32, 32) * 2 - 1, draws.keys(0, 0, torch.arange(2))
+    image, key = torch.rand(2, 3, 32, 32) * 2 - 1, rng.keys(0, 0, torch.arange(2))
     posterior = first_stage.vae.encode(image).latent_dist
     latents = first_stage.encode(image, key)
     torch.testing.assert_close(
-        latents, 0.5 * (posterior.mean + posterior.std * draws.normal(key, "latent", (4, 4, 4))))
+        latents, 0.5 * (posterior.mean + posterior.std * rng.normal(key, "latent", (4, 4, 4))))
     torch.testing.assert_close(first_stage.encode(image[1:], key[1:]), latents[1:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first_stage.decode(latents), first_stage.vae.decode(latents / 0.5).sample)
     doubled = Autoencoder(str(folder / "vae"), scaling_factor=1.0)

@@ -14,12 +14,12 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
-from dstrain import ranks
-from dstrain.config import Save
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Save
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import EMA, GLOBAL, batch, decays, gathered, recipe, rows
 from tests.support.tiny import Tiny
@@ -69,7 +69,7 @@ def deepspeeds(folder: Path, stage: int, precision: str) -> dict:
     weights = [p for p in network.parameters() if p.requires_grad]
     groups = [{"params": [p for p in weights if p.ndim >= 2]}, {"params": [p for p in weights if p.ndim < 2]}]
     engine = deepspeed.initialize(model=network, config=config, optimizer=torch.optim.AdamW(groups, lr=0.05))[0]
-    generator = torch.Generator().manual_seed(ranks.rank())
+    generator = torch.Generator().manual_seed(group.rank())
     for _ in range(STEPS):
         engine.backward(engine(torch.randint(0, 11, (2, 4), generator=generator)).square().mean())
         engine.step()
@@ -83,9 +83,9 @@ def deepspeeds(folder: Path, stage: int, precision: str) -> dict:
     for name, tensor in whole.items():
         master = masters.get(id(named[name])) if name in named else None
         live[name] = (tensor if master is None else master.reshape(tensor.shape)).detach().clone()
-    ranks.barrier()
+    group.barrier()
     oracle, words = {}, ""
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         try:
             oracle = {name: tensor.clone() for name, tensor in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
         except Exception as error:
@@ -94,18 +94,18 @@ def deepspeeds(folder: Path, stage: int, precision: str) -> dict:
 
 
 def dstrains(folder: Path, stage: int, precision: str) -> dict:
-    run = recipe(GLOBAL // ranks.world())
+    run = recipe(GLOBAL // group.world())
     config = {"zero_optimization": {"stage": stage}}
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, ranks.world(), "cpu"), decays)
+    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
     masters, ema = engines.masters["tiny"], EmaShadow(engines.masters, run.ema, ("tiny",))
     naive = {decay: gathered(masters, masters.flats) for decay in EMA.decays}
     for step in range(STEPS):
         x, y = batch(step)
-        mine = rows(0, GLOBAL // ranks.world())
+        mine = rows(0, GLOBAL // group.world())
         with engines.turn("tiny") as nets:
             engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
         ema.update(step, engines.applied())
@@ -133,7 +133,7 @@ def main(folder: Path) -> None:
     for stage in (0, *STAGES):
         for precision in PRECISIONS:
             truth[f"ours{stage}-{precision}"] = dstrains(folder / f"ours{stage}-{precision}", stage, precision)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         torch.save(truth, folder / "truth.pt")
         (folder / "words.json").write_text(json.dumps({k: v.get("words") for k, v in truth.items()}))
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from dstrain import ranks
-from dstrain.config import Save
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
 from tests.support.tiny import Tiny
 
@@ -42,11 +42,11 @@ class History:
 
 class Trial:
     def __init__(self, stage: int, folder: Path, **words):
-        run = recipe(GLOBAL // ranks.world())
+        run = recipe(GLOBAL // group.world())
         config = {"zero_optimization": {"stage": stage}}
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
-        self.engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, ranks.world(), "cpu"), decays)
+        self.engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.history = History()
         self.saves = Checkpoints(folder, self.engines, self.ema, self.history, **words)
@@ -57,13 +57,13 @@ class Trial:
         losses = []
         for step in range(first, last):
             x, y = batch(step)
-            mine = rows(0, GLOBAL // ranks.world())
+            mine = rows(0, GLOBAL // group.world())
             with self.engines.turn("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 self.engines.learn("tiny", loss)
             self.ema.update(step, self.engines.applied())
             self.history.values += step
-            losses.append((ranks.total(loss.detach()) / ranks.world()).item())
+            losses.append((group.total(loss.detach()) / group.world()).item())
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def spoil_padding(trial: Trial) -> int:
 
 def refuses_nan(trial: Trial) -> bool:
     """Whether a weight that is NaN on the last rank keeps every rank from saving."""
-    if ranks.rank() == ranks.world() - 1:
+    if group.rank() == group.world() - 1:
         masters = trial.engines.masters["tiny"]
         list(masters.own_views(masters.flats))[-1][1][-1] = math.nan
     try:
@@ -102,7 +102,7 @@ def refuses_nan(trial: Trial) -> bool:
 def fails_together(trial: Trial) -> bool:
     """Whether one rank's full disk fails DeepSpeed's own checkpoint on every rank, without a wait for any."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if ranks.rank() == ranks.world() - 1:
+    if group.rank() == group.world() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     trial.native.save(BEFORE + 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -114,7 +114,7 @@ def save(folder: Path) -> None:
     for stage in (0, 1, 2, 3):
         trial = Trial(stage, folder / f"stage{stage}")
         padding = spoil_padding(trial)
-        assert stage != 3 or ranks.rank() == 0 or padding, "there is no padding to spoil"
+        assert stage != 3 or group.rank() == 0 or padding, "there is no padding to spoil"
         trial.steps(0, BEFORE)
         trial.native.save(BEFORE)
         trial.saves.save(BEFORE)                          # a thread writes it while the steps below change the weights
@@ -123,7 +123,7 @@ def save(folder: Path) -> None:
         assert trial.saves.saver.newest == trial.native.saver.newest == BEFORE
         assert fails_together(trial), f"stage {stage} saves half of a checkpoint"
         assert refuses_nan(trial), f"stage {stage} saves NaN"
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         torch.save(truth, folder / "truth.pt")
 
 
@@ -146,7 +146,7 @@ def load(folder: Path, out: Path) -> None:
         figures[f"{saved}->{loaded}"] = compare(Trial(loaded, folder / f"stage{saved}"), truth[saved])
     for stage in (1, 2, 3):
         trial = Trial(stage, folder / f"stage{stage}")
-        if ranks.world() == 2:
+        if group.world() == 2:
             trial.saves = trial.native
             figures[f"native {stage}"] = compare(trial, truth[stage])
         else:
@@ -154,7 +154,7 @@ def load(folder: Path, out: Path) -> None:
                 trial.native.resume()
             except ValueError as error:
                 figures[f"refused {stage}"] = str(error)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         out.write_text(json.dumps(figures))
 
 

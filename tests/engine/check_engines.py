@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dstrain import draws, ranks
-from dstrain.config import Ema, Run
+from dstrain import rng
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Ema, Run
 from tests.support.tiny import Tiny
 
 STEPS, GLOBAL, SEED = 6, 8, 3
@@ -30,12 +31,12 @@ def decays(name: str, weight: torch.Tensor) -> bool:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key = draws.keys(SEED, step, torch.arange(GLOBAL))
-    return draws.normal(key, "x", (5,)), draws.normal(key, "y", (3,))
+    key = rng.keys(SEED, step, torch.arange(GLOBAL))
+    return rng.normal(key, "x", (5,)), rng.normal(key, "y", (3,))
 
 
 def rows(micro_step: int, micro: int) -> slice:
-    start_row = (micro_step * ranks.world() + ranks.rank()) * micro
+    start_row = (micro_step * group.world() + group.rank()) * micro
     return slice(start_row, start_row + micro)
 
 
@@ -47,7 +48,7 @@ class Micros:
 
     def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
         whole = self.batch(step)
-        for micro_step in range(len(whole["key"]) // (self.micro * ranks.world())):
+        for micro_step in range(len(whole["key"]) // (self.micro * group.world())):
             yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}
 
 
@@ -71,7 +72,7 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
     """Full tensors by name from every rank's fragments."""
     full: dict[str, torch.Tensor] = {}
     pieces = [(fragment, view.clone()) for fragment, view in masters.own_views(flats)]
-    for part in ranks.objects(pieces):
+    for part in group.objects(pieces):
         for fragment, view in part:
             whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
             whole.view(-1)[fragment.start: fragment.start + fragment.numel] = view
@@ -95,7 +96,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         config["bf16"] = {"enabled": True}
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
-    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, ranks.world(), "cpu"), decays)
+    engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
     masters = engines.masters["tiny"]
     shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
     begun = gathered(masters, masters.flats)
@@ -106,12 +107,12 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     for step in range(STEPS):
         engines.set_lr(run.optimizer.lr_at(step, STEPS))
         x, y = batch(step)
-        for micro_step in range(GLOBAL // (micro * ranks.world())):
+        for micro_step in range(GLOBAL // (micro * group.world())):
             mine = rows(micro_step, micro)
             with engines.turn("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.learn("tiny", loss)
-            last = micro_step + 1 == GLOBAL // (micro * ranks.world())
+            last = micro_step + 1 == GLOBAL // (micro * group.world())
             applied.append(engines.applied()["tiny"] == last)
         shadow.update(step, engines.applied())
         live = gathered(masters, masters.flats)
@@ -147,9 +148,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     # A gradient that is not finite, on one rank only: nothing moves, anywhere.
     flats = [flat.detach().clone() for flat in masters.flats]
     with engines.turn("tiny") as nets:
-        for micro_step in range(GLOBAL // (micro * ranks.world())):
+        for micro_step in range(GLOBAL // (micro * group.world())):
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
-            engines.learn("tiny", loss * (torch.inf if ranks.rank() == 0 else 1.0))
+            engines.learn("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
     shadow.update(STEPS, engines.applied())
     figures["skipped"] = {
@@ -166,7 +167,7 @@ def main(path: str) -> None:
     figures = {}
     for stage, precision, micro in cases:
         figures[f"{stage}-{precision}-{micro}"] = measure(stage, precision, micro, expected, norm)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)
 

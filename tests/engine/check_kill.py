@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from dstrain import ranks
 from dstrain.engine.engines import start
+from dstrain.ranks import group
 from tests.engine.check_elastic import Trial
 from tests.support.launch import free_port
 
@@ -35,7 +35,7 @@ def live(rank: int, port: int, folder: Path, last: int) -> None:
                 file.write(f"{step} {loss.hex()}\n")
         trial.saves.save(step + 1, last=step + 1 == last)      # written while the next step is trained
         assert trial.saves.saver.newest == (step + 1 if step + 1 == last else step), "a save has failed"
-    ranks.barrier()
+    group.barrier()
 
 
 def fork(rank: int, port: int, folder: Path, last: int) -> int:

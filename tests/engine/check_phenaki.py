@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws, ranks, systems
-from dstrain.config import Run
+from dstrain import rng, systems
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
 
@@ -43,10 +44,10 @@ def recipe(micro: int, critic: str) -> Run:
 def batch(step: int) -> dict[str, torch.Tensor]:
     """The global batch: clips of 1 to 5 frames."""
     position = torch.arange(GLOBAL)
-    key = draws.keys(SEED, step, position)
+    key = rng.keys(SEED, step, position)
     return {"key": key, "position": position, "step": torch.full_like(position, step),
-            "tokens": draws.integers(key, "tokens", IDS, SHAPE), "frames": 1 + draws.integers(key, "frames", 5),
-            "words": draws.integers(key, "words", WORDS, (4,))}
+            "tokens": rng.integers(key, "tokens", IDS, SHAPE), "frames": 1 + rng.integers(key, "frames", 5),
+            "words": rng.integers(key, "words", WORDS, (4,))}
 
 
 class Trial:
@@ -56,7 +57,7 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("phenaki", self.run.model)
-        settings = resolve(config, self.run, ranks.world(), "cpu")
+        settings = resolve(config, self.run, group.world(), "cpu")
         self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
@@ -116,13 +117,13 @@ def losses(nets, whole, critic):
     real = torch.arange(SHAPE[0]) < (1 + (whole["frames"] - 1) // 2)[:, None]
     total = real.sum(1) * 4
     place = real.repeat_interleave(4, dim=1)
-    noise, u = draws.uniform(key, "mask", (12,)), draws.uniform(key, "mask_ratio")
+    noise, u = rng.uniform(key, "mask", (12,)), rng.uniform(key, "mask_ratio")
     masked = torch.zeros(GLOBAL, 12, dtype=torch.bool)
     for i in range(GLOBAL):
         count = max(1, round(int(total[i]) * math.cos(math.pi / 2 * float(u[i]))))
         chosen = sorted(torch.nonzero(place[i])[:, 0].tolist(), key=lambda j: float(noise[i, j]))[:count]
         masked[i, chosen] = True
-    dropped = draws.uniform(key, "drop") < DROP
+    dropped = rng.uniform(key, "drop") < DROP
     flat, said = tokens.flatten(1), {"real": real, "dropped": dropped, "words": whole["words"]}
     hidden = torch.where(masked, IDS, flat).view_as(tokens)
 
@@ -132,7 +133,7 @@ def losses(nets, whole, critic):
 
     with torch.no_grad():
         upto = logits().softmax(-1).cumsum(-1)
-        drawn = (upto <= draws.uniform(key, "filled", (12,))[..., None] * upto[..., -1:]).sum(-1)
+        drawn = (upto <= rng.uniform(key, "filled", (12,))[..., None] * upto[..., -1:]).sum(-1)
         filled = torch.where(masked, drawn, flat)
     share = lambda each: ((each * masked).sum(1) / (2 / math.pi * total)).mean()
     entropy = share(F.cross_entropy(logits().flatten(0, 1), flat.flatten(), reduction="none").view(GLOBAL, 12))
@@ -181,7 +182,7 @@ def main(folder: Path) -> None:
         figures |= {f"{critic}-{stage}-{micro}": measure(stage, micro, critic, expected)
                     for stage in (0, 1, 2, 3) for micro in (4, 2)}
         figures |= {f"{critic}-{stage}-resumed": resumed(stage, critic, folder) for stage in (0, 1, 2, 3)}
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
 
 

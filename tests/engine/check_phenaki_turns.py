@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws, ranks, systems
-from dstrain.config import Run
+from dstrain import rng, systems
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
 
@@ -45,8 +46,8 @@ def recipe(micro: int, form: str) -> Run:
 def batch(step: int) -> dict[str, torch.Tensor]:
     """The global batch: smooth clips, of which 1, 3 or 5 frames are real, and noise behind those."""
     position = torch.arange(GLOBAL)
-    key = draws.keys(SEED, step, position)
-    coarse = draws.integers(key, "video", 256, (5, 4, 4)).float()
+    key = rng.keys(SEED, step, position)
+    coarse = rng.integers(key, "video", 256, (5, 4, 4)).float()
     video = F.interpolate(coarse, size=(16, 16), mode="bilinear").to(torch.uint8)[:, :, None]
     frames = 1 + 2 * (position % 3)
     if step in IMAGES_ALONE:
@@ -62,7 +63,7 @@ def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
     if bf16:
         config["bf16"] = {"enabled": True}
     system = systems.build("phenaki.tokenizer", model(form))
-    engines = Engines(system.networks, run, resolve(config, run, ranks.world(), "cpu"), system.decays, system.blocks())
+    engines = Engines(system.networks, run, resolve(config, run, group.world(), "cpu"), system.decays, system.blocks())
     seen = []
     tracker = SimpleNamespace(add=lambda part, terms: seen.append((part, terms["loss"].item())))
     found = {"begun": {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}}
@@ -97,7 +98,7 @@ def reference(form: str) -> dict:
         errors = (passed.video - x).square().mean((2, 3, 4)) * real
         spread = passed.entropy + GAMMA * (passed.shares * (0.99 * q + 0.01 / 64).log()).sum(1)
         loss = errors.sum(1) / frames + COMMIT * passed.commitment + ENTROPY * spread
-        place = (draws.uniform(whole["key"], "frame") * frames).long()
+        place = (rng.uniform(whole["key"], "frame") * frames).long()
         frame, truth = passed.video[each, place], x[each, place]
         if step >= START:
             critique = -discriminator(frame).mean((1, 2, 3))
@@ -109,7 +110,7 @@ def reference(form: str) -> dict:
         q = DECAY * q + (1 - DECAY) * passed.shares.detach().mean(0)
         if step >= START:
             truth.requires_grad_()
-            moved = truth + SIGMA * draws.normal(whole["key"], "penalty", (1, 16, 16))
+            moved = truth + SIGMA * rng.normal(whole["key"], "penalty", (1, 16, 16))
             judged, fake, moved = discriminator(torch.cat((truth, shown, moved))).chunk(3)
             loss = (F.relu(1 - judged).mean() + F.relu(1 + fake).mean()) / 2
             if step % EVERY == 0:
@@ -150,7 +151,7 @@ def main(folder: Path) -> None:
     bf16 = {stage: trained(stage, 4, "approximate", bf16=True) for stage in (1, 3)}
     figures["bf16"] = {stage: {"losses": found["losses"], "skipped": found["skipped"]} for stage, found in bf16.items()}
     figures["refused"] = refusal(3)
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
 
 

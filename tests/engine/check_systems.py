@@ -21,7 +21,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dstrain import cli, ranks, recipe, systems
+from dstrain import recipe, systems
+from dstrain.command import cli
 from dstrain.data.batches import Batches
 from dstrain.data.sources import open_sources
 from dstrain.engine import prepare_environment
@@ -29,6 +30,7 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.masters import MOMENTS
+from dstrain.ranks import group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
@@ -77,7 +79,7 @@ class Watched:
         """Of the step that has ended, in the order of the global batch; on all ranks together."""
         rows = {name: torch.cat([seen[name] for seen in self.seen]) for name in self.seen[0]}
         self.seen = []
-        return ranks.in_order(rows["position"], rows)
+        return group.in_order(rows["position"], rows)
 
 
 class Trial:
@@ -89,15 +91,15 @@ class Trial:
         if name == "tiny-phenaki":
             words.append(f"model.tokenizer.path={folder / 'tokens'}")
         options = cli.Options(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
-        job = cli.prepare(options, ranks.world(), "cpu")
+        job = cli.prepare(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = Engines(self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder / case / saved, self.engines, self.ema, self.system, self.run.save)
         self.batches = Watched(Batches(
-            open_sources(self.run.data)[0], global_batch=self.run.batch.global_, seed=self.run.seed, rank=ranks.rank(),
-            micro_batch=job.settings["train_micro_batch_size_per_gpu"], world=ranks.world(), num_workers=0,
+            open_sources(self.run.data)[0], global_batch=self.run.batch.global_, seed=self.run.seed, rank=group.rank(),
+            micro_batch=job.settings["train_micro_batch_size_per_gpu"], world=group.world(), num_workers=0,
             flip=self.run.data.flip))
 
     def steps(self, first: int, last: int) -> list[dict]:
@@ -108,7 +110,7 @@ class Trial:
             add = lambda part, terms: losses.setdefault(part, []).append(terms["loss"].double())
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add=add))
             self.ema.update(step, self.engines.applied())
-            means = {part: (ranks.total(sum(found)) / len(found) / ranks.world()).item()
+            means = {part: (group.total(sum(found)) / len(found) / group.world()).item()
                      for part, found in losses.items()}
             told.append({"losses": means, "samples": self.batches.taken()})
         return told
@@ -136,7 +138,7 @@ def truth(folder: Path) -> None:
         found = {"begun": trial.state(), "steps": trial.steps(BEFORE, BEFORE + AFTER), BEFORE + AFTER: trial.state()}
         found["steps"] += trial.steps(BEFORE + AFTER, BEFORE + AFTER + EXTRA)
         found[BEFORE + AFTER + EXTRA] = trial.state()
-        if ranks.rank() == 0:
+        if group.rank() == 0:
             torch.save(found, folder / case / "truth.pt")
 
 
@@ -144,19 +146,19 @@ def elsewhere(folder: Path) -> None:
     """Goes on from the 2 ranks' checkpoint at each of this world's stages."""
     figures = {}
     for case in CASES:
-        for stage in PLACES[ranks.world()]:
+        for stage in PLACES[group.world()]:
             began = time.process_time()
             trial = Trial(folder, case, stage)
             first = trial.saves.resume()
             assert first == BEFORE
             steps = trial.steps(first, first + EXTRA)
-            if (ranks.world(), stage) == (4, 3):
+            if (group.world(), stage) == (4, 3):
                 other = Checkpoints(folder / case / "of4", trial.engines, trial.ema, trial.system)
                 other.save(first + EXTRA, last=True)
             steps += trial.steps(first + EXTRA, first + AFTER)
-            figures[f"{case} 2/2 -> {ranks.world()}/{stage}"] = compared(folder, case, trial, first, steps)
-            figures[f"{case} 2/2 -> {ranks.world()}/{stage}"]["seconds"] = time.process_time() - began
-    write(folder, figures, f"{ranks.world()}")
+            figures[f"{case} 2/2 -> {group.world()}/{stage}"] = compared(folder, case, trial, first, steps)
+            figures[f"{case} 2/2 -> {group.world()}/{stage}"]["seconds"] = time.process_time() - began
+    write(folder, figures, f"{group.world()}")
 
 
 def back(folder: Path) -> None:
@@ -188,7 +190,7 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
             "same": all(torch.equal(a["samples"][name], b["samples"][name])
                         for a, b in zip(steps, expected) for name in ("key", "position", "content")),
             "distinct": len(torch.cat([step["samples"]["key"] for step in steps]).unique()),
-            "batch": [ranks.world(), trial.settings["train_micro_batch_size_per_gpu"],
+            "batch": [group.world(), trial.settings["train_micro_batch_size_per_gpu"],
                       trial.settings["gradient_accumulation_steps"]], "skipped": trial.engines.skipped()}
 
 
@@ -211,7 +213,7 @@ def native(folder: Path) -> None:
                          "losses": [step["losses"] for step in steps] == [step["losses"] for step in expected],
                          "crossed": crossed(folder / case / name, Trial(folder, case, stage), again, wanted),
                          "refused": refusal(folder, case, 3 - stage % 2, name)}
-        if ranks.rank() == 0:
+        if group.rank() == 0:
             torch.save(wanted, folder / case / name / "truth.pt")
             (folder / case / name / "run.yaml").write_text(recipe.dump(again.run), encoding="utf-8")
     write(folder, figures, "native")
@@ -260,11 +262,11 @@ def refusal(folder: Path, case: str, stage: int, name: str) -> str:
 
 
 def write(folder: Path, figures: dict, name: str) -> None:
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         (folder / f"figures-{name}.json").write_text(json.dumps(figures))
 
 
-def group(world: int, work: Callable[[Path], None], folder: Path) -> None:
+def on_ranks(world: int, work: Callable[[Path], None], folder: Path) -> None:
     """`work` on `world` forked ranks, to their end."""
     began, port = time.perf_counter(), free_port()
     pids = [fork(rank, world, port, work, folder) for rank in range(world)]
@@ -284,7 +286,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         torch.set_num_threads(1)
         start()
         work(folder)
-        ranks.leave()
+        group.leave()
         code = 0
     except BaseException:
         import traceback
@@ -306,12 +308,12 @@ def main(folder: Path) -> None:
             zero |= {"sub_group_size": 3000, "stage3_param_persistence_threshold": 300}
         (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     tokenizers.save(folder / "tokens", patch_size=8)
-    group(2, truth, folder)
+    on_ranks(2, truth, folder)
     for world in PLACES:
-        group(world, elsewhere, folder)
-    group(1, back, folder)
-    group(2, native, folder)
-    group(1, tools, folder)
+        on_ranks(world, elsewhere, folder)
+    on_ranks(1, back, folder)
+    on_ranks(2, native, folder)
+    on_ranks(1, tools, folder)
 
 
 if __name__ == "__main__":

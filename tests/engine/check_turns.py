@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws, ranks, systems
-from dstrain.config import Run
+from dstrain import rng, systems
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines, start
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
 
@@ -43,8 +44,8 @@ def recipe(micro: int) -> Run:
 def batch(step: int) -> dict[str, torch.Tensor]:
     """The global batch, with edges and planes that can be learned."""
     position = torch.arange(GLOBAL)
-    key = draws.keys(SEED, step, position)
-    coarse = draws.integers(key, "image", 256, (1, 4, 4)).float()
+    key = rng.keys(SEED, step, position)
+    coarse = rng.integers(key, "image", 256, (1, 4, 4)).float()
     image = F.interpolate(coarse, size=(16, 16), mode="bilinear").to(torch.uint8)
     return {"image": image, "key": key, "position": position, "step": torch.full_like(position, step)}
 
@@ -56,7 +57,7 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("vae", MODEL)
-        settings = resolve(config, self.run, ranks.world(), "cpu")
+        settings = resolve(config, self.run, group.world(), "cpu")
         self.engines = Engines(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
@@ -106,7 +107,7 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
     for step in range(STEPS):
         whole = batch(step)
         x = whole["image"].float() / 127.5 - 1
-        picture, mean, log_variance = nets["autoencoder"](x, draws.normal(whole["key"], "latent", (4, 8, 8)))
+        picture, mean, log_variance = nets["autoencoder"](x, rng.normal(whole["key"], "latent", (4, 8, 8)))
         distance = (picture - x).abs().mean((1, 2, 3))
         nats = 0.5 * (mean ** 2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
         loss = distance + KL_WEIGHT * nats / 256
@@ -169,7 +170,7 @@ def main(folder: Path) -> None:
     expected = reference()
     figures = {f"{stage}-{micro}": measure(stage, micro, expected) for stage in (0, 1, 2, 3) for micro in (4, 2)}
     figures["resumed"] = {stage: resumed(stage, folder) for stage in (0, 1, 2, 3)}
-    if ranks.rank() == 0:
+    if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
 
 

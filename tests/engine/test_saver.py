@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrain import ranks
-from dstrain.config import NotSaved
 from dstrain.engine import snapshot
 from dstrain.engine.fragments import Fragment, Shards, write_shard
 from dstrain.engine.saver import Saver
 from dstrain.engine.store import Store
+from dstrain.ranks import group
+from dstrain.recipe import NotSaved
 from tests.support import gloo
 
 SIZE = 5000
@@ -35,7 +35,7 @@ class Trial:
 
     def write(self, folder: Path, entries: dict) -> None:
         assert self.gate.wait(60)
-        write_shard(folder / f"net-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors", entries["net"])
+        write_shard(folder / f"net-{group.rank():05d}-of-{group.world():05d}.safetensors", entries["net"])
 
     def read(self, step: int) -> torch.Tensor:
         with Shards(self.saver.store.folder / f"step_{step:08d}", "net") as shards:
@@ -214,8 +214,8 @@ def talk_while_saving(rank: int, folder: Path) -> tuple[bool, list[int], float]:
         trial.values.fill_(10 * step + rank)
         trial.save(step)
         for number in range(200):
-            right &= ranks.agreed_max(number + rank) == number + 1
-            right &= ranks.from_first((step, number, "main")) == (step, number, "main")
+            right &= group.agreed_max(number + rank) == number + 1
+            right &= group.from_first((step, number, "main")) == (step, number, "main")
         if rank == 1:
             time.sleep(0.02 * step)              # the ranks' threads and main threads drift apart
     with no_room() if rank == 1 else open("/dev/null"):

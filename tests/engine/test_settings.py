@@ -10,8 +10,8 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from dstrain import recipe
-from dstrain.config import ConfigError, Run
 from dstrain.engine import settings
+from dstrain.recipe import ConfigError, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dstrain import evaluate, generate
-from dstrain.cli import Options, prepare
-from dstrain.config import ConfigError
+from dstrain.command.cli import Options, prepare
+from dstrain.recipe import ConfigError
 from tests.engine.check_systems import AFTER, BACK, BEFORE, CASES, EXTRA, LATE, NATIVE, PLACES
 from tests.support.launch import ROOT, environment
 

@@ -10,18 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain import runs, systems
-from dstrain.config import ConfigError
+from dstrain import systems
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
+from dstrain.drawing.sampling import draw_all
 from dstrain.encode import Order, encode
 from dstrain.engine.checkpoint import read_weights
-from dstrain.export import Order as Export
-from dstrain.export import export
-from dstrain.recipe import load
-from dstrain.sampling import draw_all
+from dstrain.export import Order as Export, export
+from dstrain.recipe import ConfigError, load
+from dstrain.runs import trained
+from dstrain.runs.weights import fitted
 from dstrain.systems.base import Request
-from dstrain.weights import fitted
 from tests.support import clips, first_stage, tokenizer, towers
 from tests.support.launch import ROOT, command
 from tests.support.pictures import break_file, folder
@@ -90,12 +89,12 @@ def test_wrong_words(made, tmp_path):
 
 def same_parts(run, out, kind):
     """Holds an export as safetensors against the run's checkpoint and recipe."""
-    recipe = runs.read(run)
+    recipe = trained.read(run)
     system = systems.build(recipe.system, recipe.model)
     assert {entry.name for entry in out.iterdir()} == {"recipe.yaml", *(f"{part}.safetensors" for part in system.parts)}
     assert load(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
-    wanted = read_weights(runs.checkpoint(run), first, kind)
+    wanted = read_weights(trained.checkpoint(run), first, kind)
     found, changed = fitted(out / f"{first}.safetensors", system)[first]
     assert changed == [f"{first}: {len(wanted)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
     assert found.keys() == wanted.keys()
@@ -119,9 +118,9 @@ def test_token_ids_of_a_run(tmp_path):
     words = ["--split", "held_out", "--raw", "--batch", "20"]
     said = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
     assert "500 samples" in said and "tokens int32 [4, 4] x 2" in said
-    recipe = runs.read(run)
+    recipe = trained.read(run)
     system = systems.build(recipe.system, recipe.model)
-    nets = runs.networks(system, runs.checkpoint(run), {"autoencoder": "master"}, torch.float32)
+    nets = trained.networks(system, trained.checkpoint(run), {"autoencoder": "master"}, torch.float32)
     images = open_images("builtin:fashion", 16, channels=1, split="held_out")
     pixels = torch.stack([images[i]["image"] for i in range(20)])
     found = Latents(out)
@@ -202,9 +201,9 @@ def test_the_whole_way(tmp_path):
     assert Image.open(dit / "samples" / "step_00000060.png").size[0] >= 16
     finish(command("launch/generate.py", dit, "--num-samples", "4", "--out", tmp_path / "pictures", num=2))
     pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"].astype(int)
-    found, system = runs.read(dit), systems.build("dit", runs.read(dit).model)
-    at = runs.checkpoint(dit)
-    nets = runs.networks(system, at, runs.kinds(system, at, found.samples.ema), torch.float32)
+    found, system = trained.read(dit), systems.build("dit", trained.read(dit).model)
+    at = trained.checkpoint(dit)
+    nets = trained.networks(system, at, trained.kinds(system, at, found.samples.ema), torch.float32)
 
     def drawn(system, seeds, labels, guidance_scale=found.samples.guidance_scale):
         request = Request(torch.tensor(seeds), {"label": torch.tensor(labels)}, found.samples.num_steps,
@@ -230,7 +229,7 @@ def test_the_whole_way(tmp_path):
     card = (tmp_path / "pipeline" / "README.md").read_text()
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
-    assert fitted(tmp_path / "pipeline", systems.build("vae", runs.read(run).model))["autoencoder"][1][0].endswith(
+    assert fitted(tmp_path / "pipeline", systems.build("vae", trained.read(run).model))["autoencoder"][1][0].endswith(
         f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
     assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")

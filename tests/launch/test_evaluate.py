@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.data.images import Fashion
 from dstrain.engine.checkpoint import read_weights
 from tests.support.launch import ROOT, command, here
@@ -82,11 +82,11 @@ def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
     images, rows = Fashion(32, 1, split), []
     for index in range(5):
         item = images[index * len(images) // 5]
-        key, label = draws.keys(0, -1, torch.tensor([index])), torch.tensor([item["label"]])
+        key, label = rng.keys(0, -1, torch.tensor([index])), torch.tensor([item["label"]])
         with torch.no_grad():
             rows.append(system.diffusion.bits_per_dim(
                 lambda x, t: network(x, t, label), item["image"][None] / 127.5 - 1,
-                lambda i: draws.normal(key, f"bound/{i}", (1, 32, 32))))
+                lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32))))
     mean = {name: np.mean([row[name][0].double().numpy() for row in rows], axis=0) for name in rows[0]}
     wanted = {"figures": {name: mean[name] for name in ("total", "prior")},
               "curves": {name: mean[name][::-1] for name in ("vb", "mse", "x_start_mse")}}
@@ -148,10 +148,10 @@ def test_images_of_another_folder(run, tmp_path, evaluate):
     network = system.networks()["denoiser"]
     network.load_state_dict(read_weights(run / "checkpoints" / "step_00000006", "denoiser", "ema.0.9"))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(images / "sneaker" / f"{i}.png"))) for i in range(2)])
-    key = draws.keys(0, -1, torch.arange(2))
+    key = rng.keys(0, -1, torch.arange(2))
     terms = system.diffusion.bits_per_dim(lambda x, t: network(x, t, torch.tensor([7, 7])),
                                           pixels[:, None] / 127.5 - 1,
-                                          lambda i: draws.normal(key, f"bound/{i}", (1, 32, 32)))
+                                          lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)))
     assert found["figures"]["total"] == pytest.approx(float(terms["total"].double().mean()), rel=1e-5)
     break_file(images / "sneaker" / "0.png", "truncated")
     code, out, err = evaluate(run, "--data", images, "--out", tmp_path / "out")

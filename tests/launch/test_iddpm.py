@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from dstrain import draws, runs, systems
+from dstrain import rng, systems
 from dstrain.data.pixels import read_pictures
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.drawing.sampling import draw_all
 from dstrain.engine.checkpoint import COMMON, read_weights
 from dstrain.engine.store import Store
-from dstrain.sampling import draw_all
+from dstrain.runs import trained
 from dstrain.systems.base import Request
 from tests.support.launch import ROOT, command, here
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train
@@ -151,13 +152,13 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     large = [np.load(tmp_path / f"large{num}" / "samples_5x32x32x3.npz")["arr_0"] for num in (1, 2)]
     assert np.array_equal(*large)
 
-    run = runs.read(upsampler)
+    run = trained.read(upsampler)
     system = systems.build(run.system, run.model)
-    at = runs.checkpoint(upsampler)
-    networks = runs.networks(system, at, runs.kinds(system, at, 0.99), torch.float32)
+    at = trained.checkpoint(upsampler)
+    networks = trained.networks(system, at, trained.kinds(system, at, 0.99), torch.float32)
 
     def enlarged(labels, pictures):
-        request = Request(draws.keys_of_seeds(torch.arange(5)), {"label": torch.tensor(labels)}
+        request = Request(rng.keys_of_seeds(torch.arange(5)), {"label": torch.tensor(labels)}
                           | system.conditions_from(pictures), 3, "ddpm")
         return draw_all(system, networks, request, 2)[:, 0].numpy()
 

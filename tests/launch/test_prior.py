@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from dstrain import runs
 from dstrain.data.sources import open_split
+from dstrain.runs import trained
 from tests.support import towers
 from tests.support.launch import ROOT, command, launch
 from tests.support.runs import files, finish, kill_in_the_middle, metrics, train
@@ -100,7 +100,7 @@ def test_evaluation(tmp_path):
     figures = [table["figures"] for table in tables]
     assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     held_out, other = tmp_path / "held_out", tmp_path / "other"
-    source = open_split(runs.read(run).data, "validation")
+    source = open_split(trained.read(run).data, "validation")
     for folder, name in (("img_emb", "image_embed"), ("text_emb", "text_embed")):
         (held_out / folder).mkdir(parents=True)
         np.save(held_out / folder / "0.npy", np.stack([source[i][name] for i in range(len(source))]))

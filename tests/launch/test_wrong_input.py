@@ -170,7 +170,8 @@ def test_world_size_and_batch(folder, monkeypatch, capsys):
 
 def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     """Oracle: the recipe written into the run's folder."""
-    from dstrain import cli, recipe
+    from dstrain import recipe
+    from dstrain.command import cli
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     (folder / "run").mkdir()
     (folder / "run" / "run.yaml").write_text(recipe.dump(job.run))
@@ -198,7 +199,7 @@ def test_another_ranks_fault_is_told_with_its_number(folder, monkeypatch, capsys
 
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
-    from dstrain import cli
+    from dstrain.command import cli
     with pytest.raises(ValueError, match="could not convert"):
         cli.run_main(lambda: float("x"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.nn.quantize import Codebook, gumbel, kl_to_uniform, relax, wide
 
 LOGITS = torch.tensor([0.7, -0.4, 0.1], dtype=torch.float64)
@@ -26,7 +26,7 @@ def test_gumbel():
 
 def test_gumbel_at_the_least_uniform(monkeypatch):
     """Oracle: -log(-log(u)) at 2^-25, where a uniform is 0."""
-    monkeypatch.setattr(draws, "uniform", lambda key, name, shape: torch.zeros(1, *shape))
+    monkeypatch.setattr(rng, "uniform", lambda key, name, shape: torch.zeros(1, *shape))
     assert float(gumbel(torch.zeros(1), "g", (1,))) == pytest.approx(-math.log(25 * math.log(2)))
 
 

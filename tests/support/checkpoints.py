@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe
-from dstrain.config import Run
 from dstrain.engine.fragments import Fragment, shard_name, write_shard
 from dstrain.engine.manifest import NAME, hash_files, render
+from dstrain.recipe import Run
 
 
 def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, data: str = "made of nothing") -> Path:

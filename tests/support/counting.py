@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from dstrain import draws, recipe
-from dstrain.config import Run
+from dstrain import recipe, rng
+from dstrain.recipe import Run
 from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 SIZE = (5, 6)                                     # height and width
@@ -89,7 +89,7 @@ class Stubborn(Counting):
 
 def noise_of(seeds: Tensor) -> Tensor:
     """What a sample's own noise shows as."""
-    return draws.integers(seeds, "noise", 256)
+    return rng.integers(seeds, "noise", 256)
 
 
 def build(config: Config) -> System:
@@ -108,8 +108,9 @@ def folder(path: Path, samples: dict | None = None, **model) -> Path:
 
 def register(patch) -> None:
     """Puts the system among the others and its network, which is always the same, in the place of checkpoints."""
-    from dstrain import runs, systems
+    from dstrain import systems
+    from dstrain.runs import trained
 
     patch.setitem(systems.NAMES, "counting", "tests.support.counting")
-    patch.setattr(runs, "checkpoint", lambda folder, step=None: folder)
-    patch.setattr(runs, "networks", lambda system, *_: system.networks())
+    patch.setattr(trained, "checkpoint", lambda folder, step=None: folder)
+    patch.setattr(trained, "networks", lambda system, *_: system.networks())

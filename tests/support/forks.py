@@ -99,7 +99,8 @@ def load() -> None:
     from deepspeed.accelerator import get_accelerator
     from diffusers import AutoencoderKL  # noqa: F401
 
-    from dstrain import cli, train  # noqa: F401
+    from dstrain import train
+    from dstrain.command import cli  # noqa: F401
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
     gc.freeze()                                   # a collection in a fork would write to all of it, and so copy it

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dstrain import ranks
+from dstrain.ranks import group
 
 
 def _enter(rank: int, world: int, meeting: str, results: Any, work: Callable,
@@ -18,7 +18,7 @@ def _enter(rank: int, world: int, meeting: str, results: Any, work: Callable,
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     results[rank] = work(rank, *arguments)
-    ranks.leave()
+    group.leave()
 
 
 def run(folder: Path, work: Callable, *arguments: Any, world: int = 2) -> list[Any]:

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from dstrain import recipe, systems
-from dstrain.config import Run
+from dstrain.recipe import Run
 from dstrain.systems.base import System
 
 MODEL = {"dim": 16, "codebook_size": 16, "patch_size": 4, "temporal_patch_size": 2, "spatial_depth": 1,

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from dstrain import recipe, systems
-from dstrain.config import Run
+from dstrain.recipe import Run
 
 TINY = {"image_size": 16, "num_frames": 5, "channels": 1, "dim": 16, "codebook_size": 64, "spatial_depth": 1,
         "temporal_depth": 1, "dim_head": 8, "heads": 2}          # clips of 5 frames are tokens (3, 2, 2)

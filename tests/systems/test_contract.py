@@ -5,7 +5,7 @@ import zlib
 import pytest
 import torch
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.systems.base import Request, System
 from tests.support import tokenizers
 
@@ -218,7 +218,7 @@ def test_other_keys_draw_other_noise(case, system):
     """Oracle: different terms for different keys; the same where held-out clips are encoded without a draw."""
     nets, batch = networks(system), system.synthetic(3)
     one = system.evaluate(nets, system.encode(batch))["loss"]
-    batch["key"] = draws.keys(1, 1, torch.arange(3))
+    batch["key"] = rng.keys(1, 1, torch.arange(3))
     two = system.evaluate(nets, system.encode(batch))["loss"]
     same = torch.isclose(one, two)
     assert one.shape == (3,) and bool(same.all() if case[0] == "phenaki.tokenizer" else not same.any())

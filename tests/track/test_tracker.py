@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from dstrain.config import Run, Track
+from dstrain.recipe import Run, Track
 from dstrain.track.pictures import grid
 from dstrain.track.tracker import Tracker, read_metrics
 from dstrain.track.videos import film_grid, strip
@@ -176,10 +176,10 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     """Oracle: the run folder's absence and silent streams, with ranks faked as the second of two."""
-    from dstrain import ranks
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr(ranks, "world", lambda: 2)
-    monkeypatch.setattr(ranks, "total", lambda values: 2 * values)
+    from dstrain.ranks import group
+    monkeypatch.setattr(group, "rank", lambda: 1)
+    monkeypatch.setattr(group, "world", lambda: 2)
+    monkeypatch.setattr(group, "total", lambda values: 2 * values)
     track = tracker(tmp_path / "run")
     track.add("denoiser", {"loss": torch.tensor(1.0)})
     track.report(10, {})

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dstrain.config import Run, Track
+from dstrain.recipe import Run, Track
 from dstrain.track import wandb_sink
 from dstrain.track.tracker import Tracker
 from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
@@ -71,7 +71,7 @@ def run_of(tmp_path, wanted: str = "auto") -> Tracker:
 REAL = """
 import signal, sys, torch
 from pathlib import Path
-from dstrain.config import Run, Track
+from dstrain.recipe import Run, Track
 from dstrain.track.tracker import Tracker
 handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 run = Run(steps=20, track=Track(wandb=sys.argv[2]))

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dstrain import config
+from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
 from dstrain.systems.dit.network import SIZES
@@ -13,7 +13,7 @@ from dstrain.systems.dit.network import SIZES
 SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
 
 
-class Section(config.Section):
+class Section(recipe.Section):
     """A part of a recipe, in which a field's description is the line below it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -145,7 +145,7 @@ class Config(Section):
             raise ValueError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size, channels, and the latents that they hold."""
         said: dict[str, Any] = {"image_size": run.data.image_size}
         stage, codes = model.get("first_stage"), run.data.codes
@@ -166,7 +166,7 @@ class Config(Section):
                 stage = {"factor": max(run.data.image_size // codes.shape[1], 1), **stage}
         return {**said, **model, **ready, **({"first_stage": stage} if stage else {})}
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model."""
         problems, known = [], SAMPLERS[self.objective]
         if run.samples.sampler not in known:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.flow import FlowMatching
@@ -19,7 +19,7 @@ from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
-from dstrain.systems.dit.config import SAMPLERS, Config
+from dstrain.systems.dit.config import Config, SAMPLERS
 from dstrain.systems.dit.network import DiT, DiTBlock
 
 
@@ -75,7 +75,7 @@ class DiTSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
-        dropped = draws.uniform(example["key"], "drop") < self.config.class_dropout_prob
+        dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
         y = torch.where(dropped, self.config.num_classes, self._labels(example, example["x_start"]))
         terms = self._losses(nets, example, y)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
@@ -102,8 +102,8 @@ class DiTSystem(System):
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = draws.normal(key, "noise", self.shape)                                            # (B, C, H, W)
-        uniforms = draws.uniform(key, "timestep")                                                 # (B,)
+        noise = rng.normal(key, "noise", self.shape)                                            # (B, C, H, W)
+        uniforms = rng.uniform(key, "timestep")                                                 # (B,)
         network = lambda x_t, t: nets["denoiser"](x_t, t, y)
         if self.config.objective == "flow":
             t = self.flow.times(uniforms)
@@ -136,8 +136,8 @@ class DiTSystem(System):
         if request.sampler not in known:
             raise ValueError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
                              f"{', '.join(known)}")
-        keys = draws.keys_of_seeds(request.seeds)
-        x = draws.normal(keys, "start", self.shape)
+        keys = rng.keys_of_seeds(request.seeds)
+        x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
         if self.config.objective == "flow":
             x_start = self._flow(network, x, request)
@@ -164,7 +164,7 @@ class DiTSystem(System):
             # Evenly strided as published, where such a stride exists.
             spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
             return samplers.ddim(self.diffusion.respaced(spec), network, x, clip_denoised=clip)
-        noise = lambda i: draws.normal(keys, f"noise/{i}", self.shape)
+        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
         return samplers.ancestral(self.diffusion.respaced(str(count)), network, x, noise, clip_denoised=clip)
 
     def _flow(self, network: Network, x: Tensor, request: Request) -> Tensor:
@@ -205,15 +205,15 @@ class DiTSystem(System):
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels with labels and keys; latents where the data hold them, or where the input cannot be pixels."""
         positions = torch.arange(batch_size)
-        batch = {"key": draws.keys(0, 0, positions)}
-        batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
+        batch = {"key": rng.keys(0, 0, positions)}
+        batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
         if not self.config.codes and (self.first_stage or self.models_pixels()):
             size = self.config.image_size
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
-            batch["image"] = draws.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)
+            batch["image"] = rng.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)
         else:
-            batch["latent_mean"] = draws.normal(batch["key"], "latent_mean", self.shape)
-            batch["latent_std"] = 0.1 * draws.uniform(batch["key"], "latent_std", self.shape)
+            batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", self.shape)
+            batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", self.shape)
         return batch
 
 

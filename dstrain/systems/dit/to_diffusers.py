@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.gaussian import at_boundary
 from dstrain.diffusion.published import even_steps, scheduler_arguments
@@ -115,7 +115,7 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
     last = system.diffusion.num_timesteps - 1 if config.objective == "diffusion" else config.flow.time_scale
     t = torch.linspace(0, last, len(key), device=device)
     t = t.long() if config.objective == "diffusion" else t
-    x, y = draws.normal(key, "start", system.shape), draws.integers(key, "label", config.num_classes)
+    x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
     found = {"with label": apart(theirs(x, t, y).sample, nets["denoiser"](x, t, y))}
     if config.class_dropout_prob:
         ours = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from dstrain import config
+from dstrain import recipe
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
 from dstrain.systems.iddpm.network import GROUPS
@@ -14,7 +14,7 @@ SAMPLERS = ("ddpm", "ddim")
 CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
 
 
-class Config(config.Section):
+class Config(recipe.Section):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     image_size: int = Field(64, ge=1)
@@ -138,11 +138,11 @@ class Config(config.Section):
                                  "attention; take another number of heads or num_channels")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size and channels."""
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model}
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model."""
         problems, samples = [], run.samples
         for key, data, model in (("image_size", run.data.image_size, self.image_size),

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
-from dstrain.systems.iddpm.config import NO_GUIDANCE, SAMPLERS, Config
+from dstrain.systems.iddpm.config import Config, NO_GUIDANCE, SAMPLERS
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 
@@ -73,7 +73,7 @@ class IDDPMSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample; all terms weighed for how t was drawn."""
-        t, weight = self.timesteps.sample(draws.uniform(example["key"], "timestep"))
+        t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
         weighed = {name: weight * term for name, term in terms.items()}
         loss = weighed["loss"]
@@ -90,11 +90,11 @@ class IDDPMSystem(System):
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """The unweighted loss at uniform timesteps, one value a sample (B,): it knows no history of the sampler."""
-        t, _ = self.uniform.sample(draws.uniform(example["key"], "timestep"))
+        t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
         return self._losses(nets, example, t) | {"quartile": self._quartile(t)}
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
-        noise = draws.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
+        noise = rng.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
         return self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
 
     def _quartile(self, t: Tensor) -> Tensor:
@@ -147,13 +147,13 @@ class IDDPMSystem(System):
             self._check_labels(conditions["label"])
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
-        keys = draws.keys_of_seeds(request.seeds)
-        x, network = draws.normal(keys, "start", self.shape), self.network(nets, conditions)
+        keys = rng.keys_of_seeds(request.seeds)
+        x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
         chain = self._chain(self._spec(request))
         if request.sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
         else:
-            noise = lambda i: draws.normal(keys, f"noise/{i}", self.shape)
+            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
             x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
         return _levels(x_start)
 
@@ -240,10 +240,10 @@ class IDDPMSystem(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels, labels where there are classes, and keys."""
-        batch = {"key": draws.keys(0, 0, torch.arange(batch_size))}
+        batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:
-            batch["label"] = draws.integers(batch["key"], "label", self.config.num_classes)
-        batch["image"] = draws.integers(batch["key"], "image", 256, self.shape).to(torch.uint8)
+            batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
+        batch["image"] = rng.integers(batch["key"], "image", 256, self.shape).to(torch.uint8)
         return batch
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import even_steps, scheduler_arguments
 from dstrain.nn.measures import apart
@@ -81,12 +81,12 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 
     config, key = system.config, example["key"][:_COUNT]
     theirs = UNet2DModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False).to(key.device).eval()
-    x, conditions = draws.normal(key, "start", system.shape), {}
+    x, conditions = rng.normal(key, "start", system.shape), {}
     if config.class_cond:
-        conditions["label"] = draws.integers(key, "label", config.num_classes)
+        conditions["label"] = rng.integers(key, "label", config.num_classes)
     if system.starts_from_data:
         small = (config.in_channels, config.small_size, config.small_size)
-        conditions["low_res"] = draws.normal(key, "low_res", small)
+        conditions["low_res"] = rng.normal(key, "low_res", small)
     ours, given = system.network(nets, conditions), _given(system, theirs, conditions)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
     found = {"prediction": apart(given(x, t), ours(x, system.diffusion.times(t)))}

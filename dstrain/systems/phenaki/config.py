@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dstrain import config
-from dstrain.systems.phenaki.decoding import NOISE_SCHEDULES, Choices
+from dstrain import recipe
+from dstrain.systems.phenaki.decoding import Choices, NOISE_SCHEDULES
 
 SAMPLERS = ("confidence", "critic")
 
 
-class Section(config.Section):
+class Section(recipe.Section):
     """A part of a recipe, in which a field's description is the line below it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -159,7 +159,7 @@ class Config(Section):
                              "this one")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
         """The section with what tokenizer and cache say where it is silent."""
         said: dict[str, Any] = {}
         stage, codes = model.get("tokenizer"), run.data.codes
@@ -190,7 +190,7 @@ class Config(Section):
                          "text_encoder_fingerprint": ready["codes"]["text_encoder"]}
         return {**said, **model, **ready, **({"tokenizer": stage} if stage else {})}
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model."""
         problems, samples = [], run.samples
         drawn = run.every.sample and self.tokenizer is not None

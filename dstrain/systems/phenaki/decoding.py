@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.nn.quantize import gumbel
 from dstrain.systems.phenaki.masking import lowest, ratio
 
@@ -64,7 +64,7 @@ def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key
     for step in range(num_steps):
         done = (step + 1) / num_steps
         masked = tokens == mask_token
-        uniforms = draws.uniform(key, f"token/{step}", (count,))
+        uniforms = rng.uniform(key, f"token/{step}", (count,))
         ids, certainty = predict(tokens.view(shape), uniforms, choices.sample_temperature * (1 - done))
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
@@ -76,7 +76,7 @@ def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key
             left = torch.minimum(left, (masked.sum(1) - 1).clamp(min=0))       # each step finds a token at least
             eligible = masked
         else:
-            noise = draws.uniform(key, f"critic/{step}", (count,)) - 0.5
+            noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
             trust = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(step, num_steps) * noise
             eligible = free
         again = lowest(torch.where(eligible, trust, torch.inf), left)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.config import Config
@@ -160,7 +160,7 @@ class PhenakiSystem(System):
         """Whose text is dropped: bool (B,)."""
         if not self.config.has_null:
             return None
-        return draws.uniform(example["key"], "drop") < self.config.cond_drop_prob
+        return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob
 
     def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
         """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
@@ -169,7 +169,7 @@ class PhenakiSystem(System):
         said = {"real": example.get("real"), "dropped": dropped} | chosen(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
-            drawn = {"uniforms": draws.uniform(example["key"], "filled", (self.count,)),
+            drawn = {"uniforms": rng.uniform(example["key"], "filled", (self.count,)),
                      "temperature": self.config.critic_train_sample_temperature}
         if self.config.critic == "self":
             with torch.no_grad():
@@ -188,8 +188,8 @@ class PhenakiSystem(System):
         real = torch.ones(shape, dtype=torch.bool, device=key.device)
         if "real" in example:
             real = example["real"][:, :, None, None].expand(shape)
-        noise = draws.uniform(key, "mask", (self.count,))
-        example["masked"] = masking.mask(draws.uniform(key, "mask_ratio"), noise, real.flatten(1)).view(shape)
+        noise = rng.uniform(key, "mask", (self.count,))
+        example["masked"] = masking.mask(rng.uniform(key, "mask_ratio"), noise, real.flatten(1)).view(shape)
         return example["masked"]
 
     def _total(self, example: Example) -> Tensor:
@@ -258,7 +258,7 @@ class PhenakiSystem(System):
             criticize = lambda x: nets["critic"](x, real, None, **text)
         if real is not None:
             given = given | ~real[:, :, None, None]
-        return decode(predict, tokens, given, network.mask_token, draws.keys_of_seeds(request.seeds),
+        return decode(predict, tokens, given, network.mask_token, rng.keys_of_seeds(request.seeds),
                       request.num_steps, self.config.choices, criticize)
 
     # ------------------------------------------------------------------------------------------------------------ facts
@@ -300,16 +300,16 @@ class PhenakiSystem(System):
     def synthetic(self, batch_size: int) -> Batch:
         """Tokens and texts as a cache holds them, clips of random length."""
         positions = torch.arange(batch_size)
-        key = draws.keys(0, 0, positions)
+        key = rng.keys(0, 0, positions)
         batch = {"key": key, "position": positions,
-                 "tokens": draws.integers(key, "tokens", self.config.codebook_size, self.config.token_shape),
-                 "frames": 1 + draws.integers(key, "frames", self.num_frames)}
+                 "tokens": rng.integers(key, "tokens", self.config.codebook_size, self.config.token_shape),
+                 "frames": 1 + rng.integers(key, "frames", self.num_frames)}
         if width := self.config.text_encodings_dim:
-            length = 1 + draws.integers(key, "length", self.config.max_text_len)
-            batch["text_encodings"] = draws.normal(key, "text_encodings", (self.config.max_text_len, width))
+            length = 1 + rng.integers(key, "length", self.config.max_text_len)
+            batch["text_encodings"] = rng.normal(key, "text_encodings", (self.config.max_text_len, width))
             batch["text_mask"] = torch.arange(self.config.max_text_len) < length[:, None]
         elif not self.config.unconditional:
-            words = draws.integers(key, "words", 1000, (min(self.config.max_text_len, 8),)).tolist()
+            words = rng.integers(key, "words", 1000, (min(self.config.max_text_len, 8),)).tolist()
             batch["caption"] = packed([" ".join(f"w{word}" for word in row) for row in words])
         return batch
 

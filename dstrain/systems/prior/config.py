@@ -4,14 +4,14 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dstrain import config
+from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
 
 SAMPLERS = ("ddpm", "ddim")
 LOSSES = ("l2", "l1", "huber")
 
 
-class Config(config.Section):
+class Config(recipe.Section):
     """Defaults are the published sizes of lucidrains' example: CLIP ViT-L/14, 12 blocks of width 768."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -100,7 +100,7 @@ class Config(config.Section):
             raise ValueError("heads * dim_head is the width, which must be 2 at least")
         return self
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model."""
         problems = []
         if run.samples.sampler not in SAMPLERS:

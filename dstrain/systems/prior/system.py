@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.timesteps import UniformSampler
@@ -22,7 +22,7 @@ from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
-from dstrain.systems.prior.config import SAMPLERS, Config
+from dstrain.systems.prior.config import Config, SAMPLERS
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
@@ -136,7 +136,7 @@ class PriorSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its text dropped now and then."""
-        dropped = draws.uniform(example["key"], "drop") < self.config.text_cond_drop_prob
+        dropped = rng.uniform(example["key"], "drop") < self.config.text_cond_drop_prob
         terms = self._losses(nets, example, dropped)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
@@ -156,15 +156,15 @@ class PriorSystem(System):
 
     def _losses(self, nets: Nets, example: Example, dropped: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = draws.normal(key, "noise", self.shape)                                            # (B, D)
-        t, _ = self.timesteps.sample(draws.uniform(key, "timestep"))
+        noise = rng.normal(key, "noise", self.shape)                                            # (B, D)
+        t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
         x_t = self.diffusion.q_sample(x_start, t, noise)
         said = self.said(example, dropped)
         if self.config.self_cond:
             # Every rank makes both calls, whichever samples see the first one's answer.
             with torch.no_grad():
                 first = at_boundary(nets["denoiser"](x_t, t, **said, self_cond=torch.zeros_like(x_t)))
-            seen = draws.uniform(key, "self_cond") < 0.5
+            seen = rng.uniform(key, "self_cond") < 0.5
             said["self_cond"] = torch.where(seen[:, None], self.diffusion.x_start_of(first, x_t, t), 0.0)
         prediction = at_boundary(nets["denoiser"](x_t, t, **said))
         if self.config.training_clamp_l2norm:
@@ -211,7 +211,7 @@ class PriorSystem(System):
         if request.sampler not in SAMPLERS:
             raise ValueError(f"sampler: {request.sampler!r} does not fit a prior; one of {', '.join(SAMPLERS)}")
         conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
-        keys, count = draws.keys_of_seeds(request.seeds), self.config.num_candidates
+        keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
         drawn = self._draw(nets, conditions, keys, request, count)                                # (count, N, D)
         if count == 1:
             return drawn[0]
@@ -225,7 +225,7 @@ class PriorSystem(System):
         if not 1 <= steps <= total:
             raise ValueError(f"num_steps: {steps} is not between 1 and the {total} timesteps of the chain")
         names = ["", *(f"candidate/{j}/" for j in range(1, count))]
-        normal = lambda name: torch.cat([draws.normal(keys, before + name, self.shape) for before in names])
+        normal = lambda name: torch.cat([rng.normal(keys, before + name, self.shape) for before in names])
         every = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
         network = self._chained(nets, every, request.guidance_scale)
         x = normal("start")                                                                       # (count * N, D)
@@ -314,13 +314,13 @@ class PriorSystem(System):
     def synthetic(self, batch_size: int) -> Batch:
         """Embeddings, texts of random lengths, and the text of another pair."""
         arguments = self.config.network_arguments()
-        key = draws.keys(0, 0, torch.arange(batch_size))
-        batch = {"key": key, "image_embed": draws.normal(key, "image", self.shape)}
+        key = rng.keys(0, 0, torch.arange(batch_size))
+        batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):
-            batch[name] = draws.normal(key, name, (arguments["text_embed_dim"],))
+            batch[name] = rng.normal(key, name, (arguments["text_embed_dim"],))
         if tokens := arguments["max_text_len"]:
-            batch["text_encodings"] = draws.normal(key, "text_encodings", (tokens, arguments["text_encodings_dim"]))
-            length = 1 + draws.integers(key, "length", tokens)
+            batch["text_encodings"] = rng.normal(key, "text_encodings", (tokens, arguments["text_encodings_dim"]))
+            length = 1 + rng.integers(key, "length", tokens)
             batch["text_mask"] = torch.arange(tokens) < length[:, None]
         return batch
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.diffusion.published import PREDICTIONS
 from dstrain.nn.measures import apart
 from dstrain.systems.base import Example
@@ -71,7 +71,7 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     device, count = example["x_start"].device, len(example["x_start"])
     theirs = PriorTransformer.from_pretrained(folder / "prior", low_cpu_mem_usage=False).to(device).eval()
     t = torch.linspace(0, system.config.timesteps - 1, count, device=device).long()
-    x_t = system.diffusion.q_sample(example["x_start"], t, draws.normal(example["key"], "noise", system.shape))
+    x_t = system.diffusion.q_sample(example["x_start"], t, rng.normal(example["key"], "noise", system.shape))
     said = system.said(example, torch.zeros(count, dtype=torch.bool, device=device))
     texts = (said["text_embed"], said.get("text_encodings"), said["text_mask"])
     found = {"with text": apart(theirs(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **said))}

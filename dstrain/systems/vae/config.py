@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
-from dstrain import config
+from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.perceptual import REMEDY
 from dstrain.nn.quantize import SAMPLINGS
@@ -13,7 +13,7 @@ from dstrain.nn.quantize import SAMPLINGS
 RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
 
 
-class Section(config.Section):
+class Section(recipe.Section):
     """A part of a recipe, in which a field's description is the line below it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -181,11 +181,11 @@ class Config(Section):
         return self.channels, self.image_size, self.image_size
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
         """The section with what the data say where it is silent."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
         missing = []
         if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():

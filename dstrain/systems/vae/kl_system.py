@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.encoders.autoencoder import identity
 from dstrain.nn import adversarial
 from dstrain.nn.adversarial import PatchDiscriminator
@@ -121,7 +121,7 @@ class KLSystem(AutoencoderSystem):
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
     def _pass(self, nets: Nets, example: Example) -> Pass:
-        return nets["autoencoder"](example["x_start"], draws.normal(example["key"], "latent", self.latent_shape))
+        return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
     def _distance(self, picture: Tensor, x: Tensor) -> Terms:
         terms = {"recon": getattr(losses, self.chosen.reconstruction)(picture, x)}

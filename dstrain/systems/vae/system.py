@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.nn.fitting import Remedies
 from dstrain.nn.measures import psnr, ssim
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
@@ -66,8 +66,8 @@ class AutoencoderSystem(System):
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels with keys, of step 0."""
         positions = torch.arange(batch_size)
-        key = draws.keys(0, 0, positions)
-        image = draws.integers(key, "image", 256, self.config.shape).to(torch.uint8)
+        key = rng.keys(0, 0, positions)
+        image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)
         return {"key": key, "position": positions, "image": image}
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.systems.base import Request
 from dstrain.systems.dit import Config
-from dstrain.systems.dit.network import SIZES, DiT
+from dstrain.systems.dit.network import DiT, SIZES
 
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
         "num_classes": 10}
@@ -77,7 +77,7 @@ def test_labels_are_dropped_by_key():
     batch = system.synthetic(2000)
     system.loss("denoiser", {"denoiser": network}, system.encode(batch))
     system.evaluate({"denoiser": network}, system.encode(batch))
-    dropped = draws.uniform(batch["key"], "drop") < 0.25
+    dropped = rng.uniform(batch["key"], "drop") < 0.25
     assert torch.equal(seen[0], torch.where(dropped, 10, batch["label"])) and torch.equal(seen[1], batch["label"])
     assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.04)
 
@@ -153,7 +153,7 @@ def test_learns():
     batch = {"image": (255 * label).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8), "label": label}
     losses = []
     for step in range(40):
-        example = system.encode(batch | {"key": draws.keys(0, step, torch.arange(32))})
+        example = system.encode(batch | {"key": rng.keys(0, step, torch.arange(32))})
         loss = system.loss("denoiser", nets, example)["loss"]
         optimizer.zero_grad()
         loss.backward()

@@ -8,10 +8,10 @@ from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel, FlowMat
 from diffusers.pipelines.dit import pipeline_dit
 from safetensors.torch import load_file, save_file
 
-from dstrain import draws, systems
+from dstrain import rng, systems
+from dstrain.runs.weights import fitted
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
-from dstrain.weights import fitted
 from tests.support import first_stage
 from tests.support.checkpoints import edited, lacking
 
@@ -71,8 +71,8 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.get_label_ids(["class 3", "kind 6"]) == [3, 6]
     seeds, labels = torch.arange(5), [6, 0, 3, 3, 1]
-    keys = draws.keys_of_seeds(seeds)
-    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda shape, **_: draws.normal(keys, "start", shape[1:]))
+    keys = rng.keys_of_seeds(seeds)
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda shape, **_: rng.normal(keys, "start", shape[1:]))
     scale = 2.5 if system.config.class_dropout_prob else 1.0
     found = pipeline(labels, guidance_scale=scale, num_inference_steps=20, output_type="np").images
     ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 20, "ddim", scale))
@@ -94,7 +94,7 @@ def test_without_a_vae(tmp_path, changes, predicts):
     transformer, scheduler = loaded["transformer"].eval(), loaded["scheduler"]
     assert isinstance(scheduler, DDIMScheduler) and transformer.config.num_embeds_ada_norm == 7
     seeds, y = torch.arange(3), torch.tensor([1, 5, 2])
-    x = draws.normal(draws.keys_of_seeds(seeds), "start", system.shape)
+    x = rng.normal(rng.keys_of_seeds(seeds), "start", system.shape)
     scheduler.set_timesteps(25)
     with torch.no_grad():
         for t in scheduler.timesteps:

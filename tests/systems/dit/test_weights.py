@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dstrain.runs.weights import read
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT
-from dstrain.weights import read
 
 SMALL = {"input_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 32, "depth": 2, "num_heads": 2,
          "num_classes": 10}

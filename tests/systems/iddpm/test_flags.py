@@ -2,7 +2,7 @@
 
 import pytest
 
-from dstrain.config import Data, Run, Samples
+from dstrain.recipe import Data, Run, Samples
 from dstrain.systems.iddpm import Config
 from tests.support.tiny_iddpm import LABELS, TINY, build
 

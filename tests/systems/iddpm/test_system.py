@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.data.images import open_images
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.systems.base import Request
@@ -25,7 +25,7 @@ def test_expectation_of_the_weighed_loss(monkeypatch):
     example = {name: tensor.expand(20, *tensor.shape[1:]) for name, tensor in one.items()}
     middles = {"aware": (p.cumsum(0) - p / 2).float(), "uniform": (torch.arange(20) + 0.5) / 20}
     def terms(kind):
-        monkeypatch.setattr("dstrain.systems.iddpm.system.draws.uniform", lambda key, name: middles[kind])
+        monkeypatch.setattr("dstrain.systems.iddpm.system.rng.uniform", lambda key, name: middles[kind])
         return system.denoise(nets, example) if kind == "aware" else system.evaluate(nets, example)
     aware, uniform = terms("aware"), terms("uniform")
     assert torch.equal(aware["timestep"], torch.arange(20)) and torch.equal(aware["loss_seen"], uniform["loss"])
@@ -85,7 +85,7 @@ def test_learns(changes):
     batch = {"image": (255 * label).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8), "label": label}
     losses = []
     for step in range(40):
-        example = system.encode(batch | {"key": draws.keys(0, step, torch.arange(16))})
+        example = system.encode(batch | {"key": rng.keys(0, step, torch.arange(16))})
         terms = system.loss("denoiser", nets, example)
         optimizer.zero_grad()
         terms["loss"].backward()
@@ -181,7 +181,7 @@ def test_measure():
     system = build(learn_sigma=True, timestep_respacing="4,4")
     nets, example = random(system), system.encode(system.synthetic(3))
     terms = system.measure(nets, example, 5)
-    noise = lambda i: draws.normal(example["key"], f"bound/{i}", (1, 8, 8))
+    noise = lambda i: rng.normal(example["key"], f"bound/{i}", (1, 8, 8))
     expected = system.diffusion.respaced("5").bits_per_dim(nets["denoiser"], example["x_start"], noise)
     assert torch.equal(terms["total"], expected["total"]) and torch.equal(terms["vb"], expected["vb"].flip(1))
     assert terms["timestep"].tolist() == [[0, 5, 10, 14, 19]] * 3

@@ -10,10 +10,10 @@ from diffusers.pipelines.ddpm import pipeline_ddpm
 from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
 
-from dstrain import draws, systems
+from dstrain import rng, systems
+from dstrain.runs.weights import fitted
 from dstrain.systems.base import Request
 from dstrain.systems.iddpm import to_diffusers, weights
-from dstrain.weights import fitted
 from tests.support.checkpoints import edited, lacking
 
 SMALL = {"image_size": 8, "num_channels": 32, "channel_mult": [1, 2, 2], "num_res_blocks": 1,
@@ -84,13 +84,13 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     pipeline = DDPMPipeline.from_pretrained(tmp_path / "out")
     pipeline.set_progress_bar_config(disable=True)
     seeds, steps, drawn = torch.arange(3), 12, []
-    keys = draws.keys_of_seeds(seeds)
+    keys = rng.keys_of_seeds(seeds)
 
     def noise(shape, **_):
-        drawn.append(draws.normal(keys, f"noise/{len(drawn)}", tuple(shape[1:])))
+        drawn.append(rng.normal(keys, f"noise/{len(drawn)}", tuple(shape[1:])))
         return drawn[-1]
 
-    monkeypatch.setattr(pipeline_ddpm, "randn_tensor", lambda shape, **_: draws.normal(keys, "start", shape[1:]))
+    monkeypatch.setattr(pipeline_ddpm, "randn_tensor", lambda shape, **_: rng.normal(keys, "start", shape[1:]))
     monkeypatch.setattr(scheduling_ddpm, "randn_tensor", noise)
     found = pipeline(batch_size=3, num_inference_steps=steps, output_type="np").images
     ours = system.sample(nets, Request(seeds, {}, steps, "ddpm")).float()
@@ -111,7 +111,7 @@ def test_labels_and_a_small_picture(tmp_path):
     unet, seeds, y = loaded["unet"].eval(), torch.arange(3), torch.tensor([4, 0, 2])
     small = torch.rand(3, 3, 4, 4) * 2 - 1
     stretched = F.interpolate(small, (8, 8), mode="bilinear", align_corners=False)
-    x = draws.normal(draws.keys_of_seeds(seeds), "start", (3, 8, 8))
+    x = rng.normal(rng.keys_of_seeds(seeds), "start", (3, 8, 8))
     scheduler.set_timesteps(20)
     with torch.no_grad():
         for t in scheduler.timesteps:

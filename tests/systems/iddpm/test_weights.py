@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from dstrain import systems
 from dstrain.nn import fitting
+from dstrain.runs.weights import read
 from dstrain.systems.iddpm import weights
-from dstrain.weights import read
 from tests.support import golden
 from tests.systems.iddpm.test_golden import section
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.nn.quantize import gumbel
 from dstrain.systems.phenaki.decoding import Choices, decode
 
@@ -32,7 +32,7 @@ def chance(tokens, uniforms, temperature):
 
 
 def keys(count, seed=0):
-    return draws.keys_of_seeds(torch.arange(seed, seed + count))
+    return rng.keys_of_seeds(torch.arange(seed, seed + count))
 
 
 def grid(seed, batch=2, shape=(3, 2, 2)):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.tokenizer.network import latent_frames, real_frames
 
@@ -32,8 +32,8 @@ def test_masks(seed, count, data):
     """Oracle: the formula's number, the lowest noise by sorting in Python, and only real tokens."""
     real = torch.tensor([data.draw(st.lists(st.booleans(), min_size=count, max_size=count))])
     real[0, data.draw(st.integers(0, count - 1))] = True
-    key = draws.keys(seed, 0, torch.arange(1))
-    u, noise = draws.uniform(key, "u"), draws.uniform(key, "noise", (count,))
+    key = rng.keys(seed, 0, torch.arange(1))
+    u, noise = rng.uniform(key, "u"), rng.uniform(key, "noise", (count,))
     found = masking.mask(u, noise, real)[0]
     number = max(1, round(int(real.sum()) * math.cos(math.pi / 2 * u.item())))
     order = sorted(torch.nonzero(real[0])[:, 0].tolist(), key=lambda place: noise[0, place].item())

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws, recipe, systems
-from dstrain.config import Codes, ConfigError, Run
+from dstrain import recipe, rng, systems
 from dstrain.data.rows import packed
 from dstrain.encoders.text import TextEncoder
+from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.maskgit import Pass
@@ -76,7 +76,7 @@ def test_texts_are_dropped_at_their_probability():
         inputs, said = (maskgit if part == "maskgit" else critic).calls[-1]
         dropped = said["dropped"] if part == "maskgit" else inputs[2]
         assert abs(float(dropped.float().mean()) - 0.25) < 3 * math.sqrt(0.25 * 0.75 / 4000)
-        assert torch.equal(dropped, draws.uniform(example["key"], "drop") < 0.25)
+        assert torch.equal(dropped, rng.uniform(example["key"], "drop") < 0.25)
         system.evaluate({"maskgit": maskgit, **({"critic": critic} if "token" in extra.values() else {})}, example)
         assert maskgit.calls[-1][1]["dropped"] is None
 
@@ -89,7 +89,7 @@ def test_a_dropped_text_reaches_nothing():
     for text in ("a sneaker moving left", "a trouser that moves right"):
         batch["caption"] = packed(text).expand(32, -1)
         losses.append(system.loss("maskgit", nets, system.encode(batch))["cross_entropy"])
-    dropped = draws.uniform(batch["key"], "drop") < 0.5
+    dropped = rng.uniform(batch["key"], "drop") < 0.5
     assert torch.equal(losses[0] == losses[1], dropped) and 0 < int(dropped.sum()) < 32
 
 
@@ -99,12 +99,12 @@ def test_every_masked_token_counts_alike():
     nets, example = networks(system), system.encode(build(unconditional=True).synthetic(6))
     terms = system.evaluate(nets, example)
     net, tokens, key = nets["maskgit"], example["tokens"], example["key"]
-    real, u = example["real"].repeat_interleave(4, dim=1), draws.uniform(key, "mask_ratio")
+    real, u = example["real"].repeat_interleave(4, dim=1), rng.uniform(key, "mask_ratio")
     assert 0 < int((~real).sum())
     for i in range(6):
         total = int(real[i].sum())
         count = max(1, round(total * math.cos(math.pi / 2 * u[i].item())))
-        noise = torch.where(real[i], draws.uniform(key, "mask", (12,))[i], 9.0)
+        noise = torch.where(real[i], rng.uniform(key, "mask", (12,))[i], 9.0)
         masked = torch.zeros(12, dtype=torch.bool)
         masked[noise.argsort()[:count]] = True
         hidden = torch.where(masked, 64, tokens[i].flatten()).view(1, 3, 2, 2)
@@ -317,7 +317,7 @@ def test_samples_go_on_from_given_frames(tokenizer):
     """Oracle: the given frames, bit for bit; behind them other seeds and texts differ; their tokens are kept."""
     system = build(tokenizer={"path": tokenizer})
     nets = networks(system)
-    prime = draws.integers(draws.keys_of_seeds(torch.arange(2)), "v", 256, (3, 1, 16, 16)).to(torch.uint8)
+    prime = rng.integers(rng.keys_of_seeds(torch.arange(2)), "v", 256, (3, 1, 16, 16)).to(torch.uint8)
     conditions = system.conditions_from(prime) | system.conditions_from_texts(["a bag moving up", "a coat"])
     request = Request(torch.tensor([5, 6]), conditions, 4, "confidence")
     video = system.sample(nets, request)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dstrain import systems
-from dstrain.config import Run
 from dstrain.nn.measures import psnr, ssim
 from dstrain.nn.perceptual import CHANNELS, Perceptual
+from dstrain.recipe import Run
 from dstrain.systems.phenaki.tokenizer import Config
 
 SMALL = {"image_size": [8, 12], "num_frames": 7, "channels": 1, "dim": 16, "codebook_size": 32, "patch_size": 4,

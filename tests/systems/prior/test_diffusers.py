@@ -5,11 +5,11 @@ import torch
 from diffusers import DDPMScheduler, PriorTransformer as Published, UnCLIPScheduler
 from diffusers.schedulers import scheduling_ddpm, scheduling_unclip
 
-from dstrain import draws, systems
+from dstrain import rng, systems
+from dstrain.runs.weights import fitted, read
 from dstrain.systems.base import Request
 from dstrain.systems.prior import to_diffusers
 from dstrain.systems.prior.network import PriorTransformer
-from dstrain.weights import fitted, read
 
 SIZE = {"image_embed_dim": 12, "max_text_len": 5, "depth": 2, "heads": 2, "dim_head": 8}
 THEIRS = {"embedding_dim": 12, "num_embeddings": 5, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
@@ -155,14 +155,14 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     found = system.sample({"denoiser": network}, Request(
         seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, steps, "ddpm", 2.0))
 
-    keys, drawn = draws.keys_of_seeds(seeds), []
+    keys, drawn = rng.keys_of_seeds(seeds), []
 
     def noise(shape, **_):
-        drawn.append(draws.normal(keys, f"noise/{len(drawn)}", (12,)))
+        drawn.append(rng.normal(keys, f"noise/{len(drawn)}", (12,)))
         return drawn[-1]
 
     monkeypatch.setattr(scheduling_unclip, "randn_tensor", noise)
-    x = draws.normal(keys, "start", (12,))
+    x = rng.normal(keys, "start", (12,))
     scheduler.set_timesteps(steps)
     times = scheduler.timesteps
     with torch.no_grad():
@@ -192,14 +192,14 @@ def test_ddpm_scheduler(tmp_path, monkeypatch):
     seeds = torch.arange(4)
     found = system.sample({"denoiser": network}, Request(
         seeds, {"text_embed": embed, "text_encodings": encodings, "text_mask": mask}, 60, "ddpm"))
-    keys, drawn = draws.keys_of_seeds(seeds), []
+    keys, drawn = rng.keys_of_seeds(seeds), []
 
     def noise(shape, **_):
-        drawn.append(draws.normal(keys, f"noise/{len(drawn)}", (12,)))
+        drawn.append(rng.normal(keys, f"noise/{len(drawn)}", (12,)))
         return drawn[-1]
 
     monkeypatch.setattr(scheduling_ddpm, "randn_tensor", noise)
-    x = draws.normal(keys, "start", (12,))
+    x = rng.normal(keys, "start", (12,))
     with torch.no_grad():
         for t in scheduler.timesteps:
             x = scheduler.step(theirs(x, t, embed, encodings, mask)[0], t, x).prev_sample

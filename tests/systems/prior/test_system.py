@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.data.rows import packed
 from dstrain.diffusion import samplers
 from dstrain.encoders.text import TextEncoder
@@ -96,7 +96,7 @@ def test_losses(prediction, loss, function):
     example, network = batch_of(system), Recorder(lambda x, t, **_: 0.3 * x)
     found = system.evaluate({"denoiser": network}, example)["loss"]
     t, x_start = network.calls[0]["t"], example["x_start"]
-    noise = draws.normal(example["key"], "noise", (6,))
+    noise = rng.normal(example["key"], "noise", (6,))
     signal2 = system.diffusion.tables["alphas_cumprod"].float()[t][:, None]
     signal, sigma = signal2.sqrt(), (1 - signal2).sqrt()
     x_t = signal * x_start + sigma * noise
@@ -122,7 +122,7 @@ def test_only_texts_are_dropped():
     example = batch_of(system, 2000)
     system.loss("denoiser", {"denoiser": network}, example)
     system.evaluate({"denoiser": network}, example)
-    dropped = draws.uniform(example["key"], "drop") < 0.25
+    dropped = rng.uniform(example["key"], "drop") < 0.25
     assert torch.equal(network.calls[0]["dropped"], dropped) and not bool(network.calls[1]["dropped"].any())
     assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.04)
     assert torch.equal(network.calls[0]["x"], network.calls[1]["x"])
@@ -173,8 +173,8 @@ def test_num_steps_and_their_alphas(sampler):
         assert len(times) == steps and times == sorted(times, reverse=True) and times[-1] == 0
         assert steps == 1 or times[0] == 999
     chain = system.diffusion.respaced("1000")
-    keys = draws.keys_of_seeds(torch.arange(4))
-    x, noise = draws.normal(keys, "start", (6,)), lambda i: draws.normal(keys, f"noise/{i}", (6,))
+    keys = rng.keys_of_seeds(torch.arange(4))
+    x, noise = rng.normal(keys, "start", (6,)), lambda i: rng.normal(keys, f"noise/{i}", (6,))
     plain = samplers.ddim(chain, lambda x, t: 0.5 * x, x) if sampler == "ddim" else \
         samplers.ancestral(chain, lambda x, t: 0.5 * x, x, noise)
     torch.testing.assert_close(found, plain / math.sqrt(6))
@@ -219,7 +219,7 @@ def test_best_of_candidates():
     nets = system.networks()
     asked = request(system, 6, sampler="ddpm")
     found, text = system.sample(nets, asked), asked.conditions["text_embed"]
-    keys = draws.keys_of_seeds(asked.seeds)
+    keys = rng.keys_of_seeds(asked.seeds)
     drawn = system._draw(nets, one._texts(asked.conditions), keys, asked, 5)
     cosines = F.cosine_similarity(drawn, text[None], dim=2)
     torch.testing.assert_close(F.cosine_similarity(found, text, dim=1), cosines.max(0).values)
@@ -237,7 +237,7 @@ def test_self_conditioning():
     example = batch_of(system, 400)
     system.loss("denoiser", {"denoiser": network}, example)
     first, second = network.calls
-    seen = draws.uniform(example["key"], "self_cond") < 0.5
+    seen = rng.uniform(example["key"], "self_cond") < 0.5
     assert not bool(first["self_cond"].any()) and 150 < int(seen.sum()) < 250
     expected = torch.where(seen[:, None], system.diffusion.x_start_of(0.5 * first["x"], first["x"], first["t"]), 0.0)
     torch.testing.assert_close(second["self_cond"], expected)
@@ -399,8 +399,8 @@ def test_learns():
     optimizer = torch.optim.AdamW(nets["denoiser"].parameters(), lr=5e-3)
 
     def example(step, count):
-        key = draws.keys(0, step, torch.arange(count))
-        text = draws.normal(key, "text", (8,))
+        key = rng.keys(0, step, torch.arange(count))
+        text = rng.normal(key, "text", (8,))
         return system.encode({"key": key, "image_embed": text @ turn, "text_embed": text,
                               "other_text_embed": text.roll(1, 0)})
 

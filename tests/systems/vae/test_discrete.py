@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.nn.quantize import gumbel
 from dstrain.systems.vae.discrete import DiscreteVAE
 from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, from_logit_laplace, logit_laplace
@@ -170,7 +170,7 @@ def test_learns():
     image = (255 * (torch.arange(16) % 2)).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 16, 16)
     errors = []
     for step in range(60):
-        key = draws.keys(0, step, torch.arange(16))
+        key = rng.keys(0, step, torch.arange(16))
         terms = system.loss("autoencoder", nets, system.encode({"image": image, "key": key}))
         optimizer.zero_grad()
         terms["loss"].backward()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dstrain import draws, systems
+from dstrain import rng, systems
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
 from dstrain.nn.perceptual import CHANNELS, Perceptual
 from dstrain.systems.vae.kl_system import latent_std
@@ -74,7 +74,7 @@ def test_an_exported_one_is_the_same_first_stage(tmp_path):
     mean, std = posterior(frozen.vae, example["x_start"])
     torch.testing.assert_close(found["latent_mean"], mean)
     torch.testing.assert_close(found["latent_std"], std)
-    drawn = draws.normal(example["key"], "latent", system.latent_shape) * std + mean
+    drawn = rng.normal(example["key"], "latent", system.latent_shape) * std + mean
     torch.testing.assert_close(frozen.encode(example["x_start"], example["key"]), drawn)
     assert frozen.fingerprint() == fingerprint(*system.identity(nets))
 
@@ -86,7 +86,7 @@ def test_loss_of_a_sample(reconstruction):
     nets, example = nets_of(system), system.encode(system.synthetic(3))
     terms = system.loss("autoencoder", nets, example)
     x = example["x_start"]
-    picture, mean, log_variance = nets["autoencoder"](x, draws.normal(example["key"], "latent", (4, 8, 8)))
+    picture, mean, log_variance = nets["autoencoder"](x, rng.normal(example["key"], "latent", (4, 8, 8)))
     error = (picture - x).abs() if reconstruction == "l1" else (picture - x).square()
     normal = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
     nats = torch.distributions.kl_divergence(normal, torch.distributions.Normal(0.0, 1.0)).sum((1, 2, 3))
@@ -104,7 +104,7 @@ def test_descent_with_an_adversary():
     weights = list(nets["autoencoder"].parameters())
     found = torch.autograd.grad(terms["loss"], weights)
     x = example["x_start"]
-    picture, mean, log_variance = nets["autoencoder"](x, draws.normal(example["key"], "latent", (4, 8, 8)))
+    picture, mean, log_variance = nets["autoencoder"](x, rng.normal(example["key"], "latent", (4, 8, 8)))
     distance = (picture - x).abs().mean((1, 2, 3))
     nats = 0.5 * (mean ** 2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
     critique = -nets["discriminator"](picture).mean((1, 2, 3))
@@ -125,7 +125,7 @@ def test_the_discriminators_turn():
     nets, example = nets_of(system), system.encode(system.synthetic(3))
     system.turns(3)
     system.loss("autoencoder", nets, example)
-    noise = draws.normal(example["key"], "latent", (4, 8, 8))
+    noise = rng.normal(example["key"], "latent", (4, 8, 8))
     picture = nets["autoencoder"](example["x_start"], noise)[0].detach()
     with torch.no_grad():                         # the autoencoder has learned in between
         for weight in nets["autoencoder"].parameters():
@@ -163,7 +163,7 @@ def test_perceptual_distance(tmp_path):
     for step in (0, 3):
         system.turns(step)
         terms = system.loss("autoencoder", nets, example)
-        noise = draws.normal(example["key"], "latent", (4, 8, 8))
+        noise = rng.normal(example["key"], "latent", (4, 8, 8))
         picture = nets["autoencoder"](example["x_start"], noise)[0].detach()
         expected = lpips(picture, example["x_start"])
         torch.testing.assert_close(terms["perceptual"], expected, rtol=1e-4, atol=1e-6)
@@ -230,7 +230,7 @@ def test_learns():
     image = (255 * (torch.arange(8) % 2)).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 16, 16)
     errors = []
     for step in range(40):
-        example = system.encode({"image": image, "key": draws.keys(0, step, torch.arange(8))})
+        example = system.encode({"image": image, "key": rng.keys(0, step, torch.arange(8))})
         for part in system.turns(step):
             terms = system.loss(part, nets, example)
             optimizers[part].zero_grad()

@@ -4,8 +4,8 @@ import pytest
 
 from dstrain.data.batches import held_out
 from dstrain.data.images import open_images
+from dstrain.drawing.sampling import score
 from dstrain.evaluate import measure
-from dstrain.sampling import score
 from tests.support import gloo
 from tests.systems.vae.test_discrete import build as discrete
 from tests.systems.vae.test_discrete import nets_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dstrain.weights import fitted, read
+from dstrain.runs.weights import fitted, read
 from tests.support.golden import fill
 from tests.systems.vae.test_discrete import build as discrete
 from tests.systems.vae.test_discrete import nets_of

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain import config
+from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.perceptual import REMEDY
@@ -141,7 +141,7 @@ class Config(Section):
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: config.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
         """The section with what the data say where it is silent."""
         height, width = run.data.height or run.data.image_size, run.data.image_size
         return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
@@ -155,7 +155,7 @@ class Config(Section):
         return [f"model.discriminator.penalty.form=exact needs whole weights, ZeRO stage {stage} scatters them: write "
                 "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
 
-    def conflicts(self, run: config.Run) -> list[str]:
+    def conflicts(self, run: recipe.Run) -> list[str]:
         """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
         missing = []
         if self.perceives and not Path(self.perceptual.path).expanduser().exists():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain import draws
+from dstrain import rng
 from dstrain.nn import adversarial
 from dstrain.nn.adversarial import PatchDiscriminator
 from dstrain.nn.fitting import require_fit, shapes_of
@@ -149,7 +149,7 @@ class TokenizerSystem(System):
         if penalty and penalty.form == "exact":
             logits, slope = nets["discriminator"](both, count)
         elif penalty:
-            step = penalty.sigma * draws.normal(example["key"], "penalty", self.config.shape)
+            step = penalty.sigma * rng.normal(example["key"], "penalty", self.config.shape)
             logits = nets["discriminator"](torch.cat((both, truth + step)))
             slope = adversarial.slope_between(logits[:count], logits[2 * count:], penalty.sigma)
         else:
@@ -207,7 +207,7 @@ class TokenizerSystem(System):
     def _place(self, example: Example) -> Tensor:
         """The number of a random real frame of each clip: int64 (B,)."""
         count = covered(example["frames"], self.temporal_patch_size)
-        return (draws.uniform(example["key"], "frame") * count).long().minimum(count - 1)
+        return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
     def _shown(self, example: Example) -> Tensor:
         """Which frames tokens stand for: bool (B, T)."""
@@ -296,8 +296,8 @@ class TokenizerSystem(System):
         frame.
         """
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
-        key = draws.keys(0, 0, positions)
-        video = draws.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
+        key = rng.keys(0, 0, positions)
+        video = rng.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
         steps = (total - 1) // p
         frames = 1 + p * torch.tensor([steps, steps - steps // 2, 0])[positions % 3]
         return {"key": key, "position": positions, "video": video, "frames": frames}

@@ -1,0 +1,1 @@
+"""What encoding makes once, so that training need not: plans of latents, tokens and embeddings."""

@@ -1,0 +1,169 @@
+"""What launch/encode.py is to do: the order, the images or videos, and their encoding, all that its bytes depend on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.data.bad_files import read_items
+from dstrain.data.images import open_images
+from dstrain.data.latents import is_encoded
+from dstrain.data.sources import open_sources
+from dstrain.data.spread import Windows
+from dstrain.encoders.text import TextEncoder
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Data
+from dstrain.runs import first_stage
+from dstrain.runs.first_stage import FirstStage
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to encode, and with what."""
+
+    out: Path                                  # folder of the shards
+    run: Path | None = None                    # of a system that encodes, or its export as safetensors; or
+    first_stage: str | None = None             # a diffusers AutoencoderKL: folder, or name on the hub
+    data: str | None = None                    # folder of images, of videos for a run that learned from videos, or
+                                               # builtin:...; None: the run's
+    split: str = "train"                       # train, held_out or all
+    held_out: float | None = None              # share of the folder that is held out; None: the run's
+    captions: str | None = None                # of videos: a captions file; None: the run's, for the run's data
+    clips: int | None = None                   # of videos: windows of each, evenly spaced; None: one
+    image_size: int | None = None              # pixels; None: the run's
+    batch: int = 32                            # samples of one call of the first stage
+    shard_size: int = 4096                     # samples
+    dtype: str = "float16"                     # of latents and texts on the disk: float16 or float32
+    flip: bool = True                          # encode the mirrored images, too; videos never, since captions name
+                                               # directions
+    text_encoder: str | None = None            # of videos with captions: a folder, or name on the hub
+    max_text_len: int | None = None            # text tokens; None: what the encoder takes
+    ema: float | None = None                   # of a run: decay; None: its choice
+    raw: bool = False                          # of a run: the training weights instead of an average
+    step: int | None = None                    # of a run: checkpoint; None: the newest whole one
+    max_bad_fraction: float = 0.01             # of the samples, replaced where unreadable
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order, opened."""
+
+    stage: FirstStage
+    texts: TextEncoder | None                  # None: captions are not encoded
+    source: Any                                # see data/images.py and data/videos.py
+    encoding: dict[str, Any]                   # JSON, see data/shards.py
+
+
+def planned(order: Order) -> Plan:
+    """The same on all ranks. ConfigError, ValueError: what is asked for cannot be."""
+    if order.run is not None:
+        stage = first_stage.of_run(order.run, order.ema, order.raw, order.step)
+    else:
+        stage = first_stage.of_diffusers(order.first_stage, order.image_size)
+    _fit(order, stage)
+    texts = _texts(order)
+    return Plan(stage, texts, *_encoding(order, stage, texts))
+
+
+def _fit(order: Order, stage: FirstStage) -> None:
+    """ConfigError: the order has words for videos, and the first stage encodes images."""
+    for name in () if _of_videos(stage) else ("clips", "captions", "text_encoder", "max_text_len"):
+        if getattr(order, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for videos, and {stage.name} encodes images: leave it "
+                              "out, or name a run that learned from videos")
+
+
+def _of_videos(stage: FirstStage) -> bool:
+    return stage.data is not None and stage.data.num_frames is not None
+
+
+def _texts(order: Order) -> TextEncoder | None:
+    if order.text_encoder is None:
+        if order.max_text_len is not None:
+            raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
+        return None
+    try:
+        return TextEncoder(order.text_encoder, order.max_text_len).to(group.device())
+    except ValueError as error:
+        said = str(error).replace("text_encoder:", "--text-encoder:").replace("max_text_len:", "--max-text-len:")
+        raise ConfigError(said) from None
+
+
+def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tuple[Any, dict[str, Any]]:
+    """The source, and what its encoding is."""
+    source, size = _source(order, stage)
+    (first,), _ = read_items(source, [0])
+    if texts is not None and "caption" not in first:
+        raise ConfigError(f"--text-encoder {order.text_encoder}: the videos have no captions to encode; write X.txt "
+                          "beside each X.mp4, name a --captions file, or leave it out")
+    row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
+    probe = stage.codes({name: torch.stack([value] * order.batch).to(group.device()) for name, value in row.items()})
+    tokens = probe.dtype.kind == "i"
+    found = {
+        "kind": "tokens" if tokens else "latents", "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
+        "dtype": "int32" if tokens else order.dtype, "number": len(source),
+        "flips": 2 if order.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
+        "shard_size": order.shard_size, "batch": order.batch, "first_stage": stage.fingerprint,
+        "data": _contents(source)}
+    if tokens:
+        found["codebook_size"] = stage.codebook_size
+    if _of_videos(stage):
+        text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
+                          "dtype": order.dtype}
+        found |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
+                  "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+    return source, found
+
+
+def _contents(source: Any) -> str:
+    """What is encoded, as rank 0 sees it. All files will be read: their sizes cost little and tell of a changed one."""
+    return group.from_first(getattr(source, "contents", source.fingerprint)() if group.rank() == 0 else None)
+
+
+def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:
+    """What is encoded, and the size of its squares, or of its width, in pixels."""
+    data, size, share, beside, own = order.data, order.image_size, order.held_out or 0.0, None, stage.data
+    if own is not None:
+        size = size or own.image_size
+        if data is None:
+            data, beside = own.path, own.held_out_path
+            share = own.held_out if order.held_out is None else order.held_out
+    if data is None or size is None:
+        raise ConfigError("name the images: --data FOLDER (or builtin:fashion) and --image-size PIXELS")
+    if data.startswith("builtin:") and order.held_out:
+        raise ConfigError(f"--held-out {order.held_out}: {data} holds out images itself: leave it out")
+    if is_encoded(data):
+        raise ConfigError(f"--data {data} holds cached codes already: name a folder of images")
+    try:
+        if _of_videos(stage):
+            return _clips(order, own, data, share, beside), size
+        return open_images(data, size, channels=stage.channels, split=order.split, held_out=share,
+                           held_out_path=beside), size
+    except ValueError as error:
+        said = str(error).replace("data.path=", "--data ").replace("data.held_out", "--held-out")
+        raise ConfigError(said.replace("data.captions=", "--captions ")) from None
+
+
+def _clips(order: Order, own: Data, path: str, share: float, beside: str | None) -> Any:
+    """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
+    said = {"path": path, "held_out": share, "held_out_path": beside, "flip": False, "codes": None}
+    if order.data is not None:
+        said |= {"images": None, "captions": None}
+    if order.image_size is not None:
+        said["image_size"] = order.image_size
+    if order.captions is not None:
+        said["captions"] = order.captions
+    if order.split == "all":
+        said |= {"held_out": 0.0, "held_out_path": None}
+    train, unseen = open_sources(own.model_copy(update=said))
+    if order.split == "held_out" and unseen is None:
+        raise ValueError("no videos are held out: set data.held_out (a fraction)")
+    if order.split == "all" and unseen is not None:
+        raise ConfigError(f"--split all: {path} holds out clips itself: take train and held_out, each into a folder")
+    source = unseen if order.split == "held_out" else train
+    if order.clips is None:
+        return source
+    if not hasattr(source, "read"):
+        raise ConfigError(f"--clips {order.clips}: the videos of {path} are as long as a clip: leave it out")
+    return Windows(source, order.clips)

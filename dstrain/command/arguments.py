@@ -1,0 +1,104 @@
+"""What the scripts of launch/ share of their command lines: argument types, options that all have, faults as text.
+
+    parser = Parser(HELP); parser.add_argument(...); parser.add_weights(); words = parser.words(argv)
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrain.recipe import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors, with -h, --help, which prints `text`, and what launchers add."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.text = text
+        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("--local_rank", "--local-rank", type=int)              # the environment says it, too
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}; --help shows what there is")
+
+    def add_weights(self) -> None:
+        """--ema DECAY | --raw, and --checkpoint STEP: which weights of a run; words `ema`, `raw` and `step`."""
+        weights = self.add_mutually_exclusive_group()
+        weights.add_argument("--ema", type=float)
+        weights.add_argument("--raw", action="store_true")
+        self.add_argument("--checkpoint", type=count, dest="step")
+
+    def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
+        """What was typed, by name. --help ends the process."""
+        return self.told(self.parse_args(argv))
+
+    def told(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """As `words`, of what was parsed in another way."""
+        words = vars(parsed)
+        if words.pop("help"):
+            print(self.text, end="")
+            raise SystemExit(0)
+        del words["local_rank"]
+        return words
+
+
+def positive(text: str) -> int:
+    """An argument that counts something: an integer above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An integer from 0 on."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def scale(text: str) -> float:
+    """A finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+def share(text: str) -> float:
+    """A fraction from 0 on and below 1."""
+    value = scale(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
+    return value
+
+
+def labels(text: str) -> tuple[int, ...]:
+    """Classes, as 3,5,5."""
+    return tuple(count(word.strip()) for word in text.split(","))
+
+
+def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """Some of the known words, as gif,mp4."""
+    def some(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        if not set(found) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
+        return found
+    return some
+
+
+def lines(text: str) -> tuple[str, ...]:
+    """The lines of a text file that are not empty."""
+    try:
+        found = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {error}") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} holds no line of text")
+    return found

@@ -1,0 +1,63 @@
+"""How a command ends: with one message for what a user can mend, with a traceback for what is a fault of the code."""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, NotSaved
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a script's main; a fault that a user can mend becomes one message on stderr, without traceback.
+
+    Exit code 2 for wrong input, 3 for training that has diverged. A rank that has lost the others ends at once.
+    """
+    try:
+        _run_main(main)
+    except SystemExit as ended:
+        group.quit_among_others(ended.code)
+        raise
+
+
+def _run_main(main: Callable[[], None]) -> None:
+    try:
+        main()
+    except KeyboardInterrupt:                      # training itself hears Ctrl-C, saves and ends in its own way
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except FloatingPointError as error:
+        _report(error)
+        raise SystemExit(3) from None
+    except NotSaved as error:
+        _report(error)
+        raise SystemExit(1) from None
+    except ValueError as error:
+        if not isinstance(error, ConfigError) and not _ours(error):
+            raise
+        _report(error)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        if group.lost(error):
+            group.end(error)
+        raise
+
+
+def _report(error: Exception) -> None:
+    place = group.place()
+    if place.rank:
+        # Rank 0 says the same in most cases, and its end ends this rank; a fault of this machine alone is told here.
+        time.sleep(3)
+    lines = getattr(error, "problems", [str(error)])
+    where = f" [rank {place.rank}]" if place.rank else ""
+    count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
+    print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
+          flush=True)
+
+
+def _ours(error: ValueError) -> bool:
+    """Whether dstrain itself raised it: a ValueError from a library is a fault to be debugged."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return raised_in.is_relative_to(Path(__file__).parents[1]) and not hasattr(error, "errors")

@@ -1,0 +1,149 @@
+"""What launch/generate.py leaves in its folder, written as it comes: rank 0 keeps the whole, files go by turns.
+
+    000000.png                      pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif
+    grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
+    samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
+                                    int64 (N,) of a class-conditional run; prompts, where there were texts
+    prompts.txt, captions.jsonl     the texts, and which file, seed and frames belong to them
+    embeddings.npy                  of a prior, instead
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.drawing.scenes import Scene
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+from dstrain.track.pictures import Album, grid, on_white, save_png
+from dstrain.track.videos import FPS, film, film_grid, safe_name, save_gif, save_mp4, strip
+
+FORMATS = ("gif", "mp4")
+_IN_GRID = 256                                    # pictures
+_CLIPS_IN_GRID = 64                               # clips
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the samples."""
+
+    num: int
+    seed: int = 0
+    columns: int | None = None                    # of the grid
+    labels: Tensor | None = None                  # int64 (num,)
+    captions: Sequence[str] | None = None         # one a sample
+    scenes: Sequence[Scene] | None = None         # of every sample
+    files: bool = True                            # one for each sample, too
+    formats: Sequence[str] = FORMATS              # of videos
+    fps: int = FPS
+
+    def stem(self, number: int) -> str:
+        """The name of a sample's files."""
+        caption = safe_name(self.captions[number]) if self.captions else ""
+        return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
+
+
+class Pictures:
+    """uint8 (n, C, H, W) or (n, T, C, H, W); every rank gives all of them."""
+
+    def __init__(self, out: Path, about: About) -> None:
+        self.out, self.about = out, about
+        self.first: list[Tensor] = []
+        self.album: Album | None = None
+        self.videos = False
+
+    def add(self, numbers: Tensor, samples: Tensor) -> None:
+        """The next ones, in order."""
+        if samples.ndim == 5 and samples.shape[1] == 1:
+            samples = samples[:, 0]
+        self.videos = samples.ndim == 5
+        for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
+            if number % group.world() == group.rank():
+                self._save(self.out / self.about.stem(number), sample)
+        if group.rank() == 0:
+            if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
+                self.first.append(samples)
+            # The layout of ADM's evaluator: channels last, grey repeated.
+            samples = on_white(samples)
+            array = samples.expand(*samples.shape[:-3], 3, *samples.shape[-2:]).movedim(-3, -1).contiguous().numpy()
+            self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
+            self.album.add(array)
+
+    def _save(self, stem: Path, sample: Tensor) -> None:
+        if not self.videos:
+            save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
+            return
+        frames = film(sample)
+        for kind in self.about.formats:
+            {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
+
+    def close(self) -> None:
+        """Writes what belongs to all of them; the .npz comes last."""
+        if group.rank() != 0:
+            return
+        about, first = self.about, torch.cat(self.first)[:_CLIPS_IN_GRID if self.videos else _IN_GRID]
+        captions = about.captions and about.captions[:len(first)]
+        if self.videos:
+            save_gif(self.out / "grid.gif", film_grid(first, about.columns, captions), about.fps)
+        save_png(self.out / "grid.png", strip(first, captions) if self.videos else grid(first, about.columns, captions))
+        beside = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
+        if about.captions:
+            _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
+            kind = (about.formats[0] if self.videos else "png") if about.files else None
+            lines = ({"file": kind and f"{about.stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
+                     | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
+                     for number, caption in enumerate(about.captions))
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (self.out / "captions.jsonl").write_text(text, encoding="utf-8")
+            beside["prompts"] = np.array(about.captions)
+        self.album.close(**beside)
+
+
+class Embeddings:
+    """float32 (n, D), and the texts that they were drawn for."""
+
+    def __init__(self, out: Path, about: About) -> None:
+        self.out, self.about, self.rows = out, about, []
+
+    def add(self, numbers: Tensor, embeddings: Tensor) -> None:
+        """The next ones, in order."""
+        self.rows.append(embeddings)
+
+    def close(self) -> None:
+        """Writes all of them."""
+        if group.rank() == 0:
+            np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
+            if self.about.captions:
+                _write_prompts(self.out, self.about.captions)
+
+
+def _write_prompts(out: Path, texts: Sequence[str]) -> None:
+    (out / "prompts.txt").write_text("".join(f"{' '.join(text.split())}\n" for text in texts), encoding="utf-8")
+
+
+def folder_for(asked: Path | None, parent: Path) -> Path:
+    """The folder to write into: the one asked for, or the first of PARENT/generated, generated_2, ... that is unused.
+
+    ConfigError: the one asked for cannot be written, or holds another order.
+    """
+    def used(path: Path) -> bool:
+        return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
+
+    if asked is not None:
+        there = next(path for path in (asked.absolute(), *asked.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {asked} cannot be made below {there}: name a folder that can be written")
+        if used(asked):
+            raise ConfigError(f"--out {asked} holds pictures of another order: name another folder, or empty it")
+        return asked
+    number, path = 1, parent / "generated"
+    while used(path):
+        number += 1
+        path = parent / f"generated_{number}"
+    return path

@@ -1,0 +1,139 @@
+"""Videos that go on: from given frames, and scene after scene, each from the last frames of the one before.
+
+Notation: a clip has T frames, of which K are given, K = 1 + m * p with p the system's temporal_patch_size. Villegas et
+al. 2022 (Phenaki, arXiv 2210.02399), section 2.2: the tokens of given frames are kept, those behind them are drawn.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dstrain import rng
+from dstrain.data.clips import Cut, PICTURES, VIDEOS, read_clip
+from dstrain.data.pixels import samples_of, written
+from dstrain.drawing.sampling import draw_all
+from dstrain.recipe import ConfigError, Data
+from dstrain.systems.base import Request, System
+
+_LATEST = 1 - 2 ** -53                            # of read_clip's chances: the last window of a file
+
+
+@dataclass(frozen=True)
+class Length:
+    """Frames of one clip, and how many of them go over from what comes before."""
+
+    frames: int
+    given: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A part of a long clip, its frames first .. first + frames - 1."""
+
+    caption: str
+    first: int
+    frames: int
+
+
+def length(system: System, frames: int | None, given: int | None) -> Length:
+    """What is asked for, None for the system's choice: one latent step and the first frame go over.
+
+    ConfigError: frames that the system's clips cannot have.
+    """
+    unit = system.temporal_patch_size
+    frames = frames or system.num_frames
+    if (frames - 1) % unit:
+        below = frames - (frames - 1) % unit
+        raise ConfigError(f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or "
+                          f"{below + unit}")
+    if frames > system.num_frames:
+        raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
+                          "more, and go on from the last ones (--scenes)")
+    if given is None:
+        return Length(frames, 1 + unit if 1 + unit < frames else 1)
+    if (given - 1) % unit or given >= frames:
+        raise ConfigError(f"--prime-frames {given}: of {frames} frames, 1 + m * {unit} can be given and fewer than all")
+    return Length(frames, given)
+
+
+def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
+    """Which frames of the long clip belong to which scene; what is given belongs to the scene that drew it."""
+    ends = [length.frames + number * (length.frames - length.given) for number in range(len(captions))]
+    return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
+
+
+def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: Tensor,
+          scenes: list[dict[str, Tensor]], given: int, wanted: Request, chunk: int) -> Tensor:
+    """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W), on all ranks together.
+
+    scenes: each one's conditions, (1, ...), for all clips. Its noise is its own, by `seeds` int64 (N,) of the first.
+    """
+    for conditions in scenes:
+        seeds = rng.keys_of_seeds(seeds)
+        told = {name: values.expand(len(clips), *values.shape[1:]) for name, values in conditions.items()}
+        told |= system.conditions_from(clips[:, -given:])
+        scene = draw_all(system, networks, replace(wanted, seeds=seeds, conditions=told), chunk)
+        clips = torch.cat((clips, scene[:, given:]), dim=1)
+    return clips
+
+
+# ------------------------------------------------------------------------------------------------- frames to go on from
+
+
+def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> Tensor:
+    """The last frames of a clip or picture, of all in a folder, or of the .npz of an order: uint8 (N, K, C, H, W).
+
+    K is `given`; or, unless `exactly` so many are wanted, the most 1 + m * unit that all clips have. ConfigError names
+    the file that cannot be read, is too short or of another size.
+    """
+    path = written(path)
+    if path.suffix == ".npz":
+        clips = list(_of_npz(path, data))
+    else:
+        clips = [_read(file, data, given) for file in _files(path)]
+    shortest = min(map(len, clips))
+    if exactly and shortest < given:
+        raise ConfigError(f"--prime {path}: there are {shortest} frames, and --prime-frames {given} are to be given: "
+                          "give a longer clip, or fewer frames")
+    kept = min(given, shortest - (shortest - 1) % unit)
+    return torch.stack([clip[-kept:] for clip in clips])
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
+    if not found:
+        raise ConfigError(f"--prime {path} holds no video and no picture: give files such as .mp4, .gif or .png")
+    return found
+
+
+def _read(file: Path, data: Data, most: int) -> Tensor:
+    try:
+        clip, real, _ = read_clip(file, Cut(most, *_size(data), data.channels), _LATEST)
+    except Exception as error:                    # a hostile file may raise anything
+        raise ConfigError(f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a "
+                          "picture") from None
+    return clip[:real]
+
+
+def _of_npz(path: Path, data: Data) -> Iterator[Tensor]:
+    try:
+        array = samples_of(path)
+    except ValueError as error:
+        raise ConfigError(f"--prime {error}") from None
+    array = array[:, None] if array.ndim == 4 else array
+    size = _size(data)
+    if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
+        raise ConfigError(f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
+                          f"(N, T, {size[0]}, {size[1]}, 3)")
+    grey = data.channels == 1                     # written as three equal ones
+    yield from torch.from_numpy(array[..., :1] if grey else array).permute(0, 1, 4, 2, 3)
+
+
+def _size(data: Data) -> tuple[int, int]:
+    return data.height or data.image_size, data.image_size

@@ -1,0 +1,1 @@
+"""What the processes of a run are, and what they tell each other."""

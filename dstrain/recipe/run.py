@@ -1,0 +1,289 @@
+"""Run: everything that determines a run, as one checked value.
+
+A recipe is a YAML file of these sections; `key=value` overrides change single entries (`batch.global=256`). The recipe
+owns what is learned and how (batch, learning rate, betas, decay, clip, steps); the JSON in ds_configs/ owns how it is
+sharded (stage, precision, offload, buckets). The merge of both stands in dstrain/engine/settings.py; reading, writing
+and comparing of Runs in dstrain/recipe/files.py.
+"""
+
+import math
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A user's faults in recipe, overrides, DeepSpeed JSON or paths, all of them at once, one line each."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("\n".join(self.problems))
+
+
+class NotSaved(OSError):
+    """The run ends because its checkpoints cannot be written."""
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number as text, for messages: the batch sizes that would work."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = sorted({*small, *(number // d for d in small)})
+    return ", ".join(map(str, found if len(found) <= 16 else [*found[:8], "...", *found[-7:]]))
+
+
+def _refuse(*checks: tuple[Any, str]) -> None:
+    """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
+    messages = [message for wrong, message in checks if wrong]
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def _types(annotation: Any) -> list[Any]:
+    """All plain types within an annotation such as `int | None`."""
+    inner = typing.get_args(annotation)
+    return [plain for part in inner for plain in _types(part)] if inner else [annotation]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True,
+                              allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python's True is an int: without this `steps: true` would be one step.
+        if isinstance(value, bool) and bool not in _types(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("no_bool", "is {value}, which has no meaning here", {"value": str(value).lower()})
+        return value
+
+
+class Codes(Section):
+    """What the index of a cache says: filled in, not written by hand. See dstrain/data/shards.py."""
+
+    kind: Literal["latents", "tokens"]
+    shape: tuple[PositiveInt, ...]           # of one image's codes: (C, h, w), (h, w); of one video's (t, h, w)
+    flips: Literal[1, 2]                     # 2: of the mirrored image, too
+    scaling_factor: float | None             # of latents: 1 / their standard deviation
+    first_stage: str                         # fingerprint of what encoded them
+    codebook_size: int | None = None         # of tokens: number of ids that there may be; None: an older index
+    text: tuple[PositiveInt, PositiveInt] | None = None    # (L, E) of text_encodings beside them
+    text_encoder: str | None = None          # fingerprint of what encoded these
+
+
+class Data(Section):
+    path: str = "builtin:fashion"            # a folder of images or clips, one subfolder a class; or of what encode.py
+                                             # cached; or builtin:fashion, builtin:moving-fashion
+    image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square; of clips the width
+    height: PositiveInt | None = None        # of clips, pixels; None: image_size
+    num_frames: PositiveInt | None = None    # of clips; None: images. An image is a clip of one real frame
+    frame_stride: PositiveInt = 1            # of clips: one frame of so many is taken
+    captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
+                                             # caption; None: X.txt beside X.mp4, else the names of class folders
+    images: str | None = None                # a folder of images that are mixed into the clips
+    image_share: Fraction = 0.2              # of the training samples, where `images` is given
+    channels: Literal[1, 3, 4] = 3           # 1 converts to grey, 4 keeps transparency (RGBA)
+    flip: bool = True                        # horizontal flips, drawn for each sample and step
+    held_out: Fraction = 0.0                 # share of a folder kept for evaluation; the built-in set has its own
+    held_out_path: str | None = None         # a folder for evaluation instead of a share
+    draft: bool = False                      # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
+    max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
+    workers: Count | None = None             # loader processes a rank; 0 reads in the training process, None chooses
+    splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
+    codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
+
+    @field_validator("path", "held_out_path", "captions", "images")
+    @classmethod
+    def _expand(cls, path: str | None) -> str | None:
+        # A shell does not expand the ~ of data.path=~/images.
+        return str(Path(path).expanduser()) if path and path.startswith("~") else path
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Data":
+        clips = {"height": self.height, "captions": self.captions, "images": self.images,
+                 "frame_stride": self.frame_stride != 1 or None}
+        said = [f"data.{name}" for name, value in clips.items() if value is not None]
+        _refuse(
+            (said and self.num_frames is None, f"{', '.join(said)}: of clips, not of images: leave it out, or write "
+             "data.num_frames=17, say"),
+            (self.num_frames and self.channels == 4, "data.channels=4: clips have no transparency: write "
+             "data.channels=3"),
+            (self.images and not 0 < self.image_share < 1, f"data.image_share={self.image_share:g} lies between 0 and "
+             "1: leave data.images out for no images; for images alone write their folder as data.path"),
+            (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
+            (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
+             f"{self.held_out_path} both name held-out images: give one of the two"),
+        )
+        return self
+
+
+class BatchSize(Section):
+    global_: PositiveInt = Field(64, alias="global")   # samples for each optimizer step, over all ranks
+    micro: PositiveInt | None = None         # samples for each rank and forward pass; None: global / world size
+
+    @model_validator(mode="after")
+    def _agree(self) -> "BatchSize":
+        _refuse((self.micro and self.global_ % self.micro, f"batch.global={self.global_} is no multiple of batch.micro="
+                 f"{self.micro}: micro-batches that fit are {divisors(self.global_)}"))
+        return self
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: NonNegative = 1e-4                   # peak learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0          # decoupled; on what System.decays names
+    clip: NonNegative = 0.0                  # global gradient norm is scaled down to this; 0 is none
+    warmup: Count = 0                        # steps of linear growth from 0 to lr
+    schedule: Literal["constant", "cosine", "linear"] = "constant"     # after the warm-up
+    final_lr: NonNegative = 0.0              # where cosine and linear end
+    decay_steps: PositiveInt | None = None   # step at which final_lr is reached; None: the run's steps
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Optimizer":
+        _refuse(
+            (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
+            (self.final_lr > self.lr, f"optimizer.final_lr={self.final_lr:g} is above optimizer.lr={self.lr:g}: the "
+             "schedules only go down; lower final_lr or raise lr"),
+            (self.decay_steps and self.warmup >= self.decay_steps, f"optimizer.warmup={self.warmup} is not below "
+             f"optimizer.decay_steps={self.decay_steps}: shorten the warm-up"),
+        )
+        return self
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of the update that follows `step` updates, in a run of `steps`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        end = self.decay_steps or steps
+        progress = min((step - self.warmup) / max(end - self.warmup, 1), 1.0)
+        weight = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final_lr + (self.lr - self.final_lr) * weight
+
+
+class Ema(Section):
+    decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)   # one shadow for each; () is none
+    warmup: bool = False                     # effective decay min(decay, (1 + step) / (10 + step))
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Ema":
+        twice = sorted({decay for decay in self.decays if self.decays.count(decay) > 1})
+        _refuse((twice, f"ema.decays={list(self.decays)} holds {twice} twice: name each decay once"))
+        return self
+
+    def decay_at(self, decay: float, step: int) -> float:
+        """Effective decay of the update that follows `step` earlier ones."""
+        return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
+
+
+class Every(Section):
+    """Intervals in optimizer steps; 0 is never (the last step is always saved)."""
+
+    report: Count = 50
+    sample: Count = 500
+    evaluate: Count = 500
+    evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
+    save: Count = 500
+
+    @field_validator("report", "sample", "evaluate", "save", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError("never", "it should be a number of steps; 0 is never")
+        return value
+
+
+class Save(Section):
+    format: Literal["fragments", "deepspeed"] = "fragments"
+    keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
+    keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
+    best: bool = False                       # also save and keep the step of the lowest held-out loss of the EMA
+    asynchronous: bool = True                # training waits for a copy in the host's memory only; not with deepspeed
+
+
+class Samples(Section):
+    """The grid drawn during training, always from the same seeds and labels."""
+
+    num: PositiveInt = 40
+    labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
+    prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
+    num_frames: PositiveInt | None = None    # of videos; None: the model's
+    sampler: str = "ddim"
+    num_steps: PositiveInt = 50              # network evaluations for each picture
+    guidance_scale: NonNegative = 1.0        # 1 is none
+    seed: Count = 0
+    ema: float | None = None                 # decay of the EMA to draw from; None: the first
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Samples":
+        _refuse(
+            (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
+            (self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)), "samples.prompts="
+             f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none"),
+            (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
+        )
+        return self
+
+
+class Track(Section):
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"   # auto: online with a key, offline without
+    project: str = "dstrain"
+    entity: str | None = None
+    tensorboard: bool = False
+    artifact: bool = False                   # log the trained model to wandb at the end, as an artifact
+
+
+class Faults(Section):
+    max_skipped: PositiveInt = 20            # non-finite steps in a row after which the run ends
+    orphan_check: bool = True                # save and end when the launcher has gone
+    timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30    # a rank that waits longer for another ends; longer
+                                             # than what one does while others wait: listing data, compiling, saving
+
+
+class Run(Section):
+    name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    system: str = "dit"
+    folder: Path | None = None               # None: runs/NAME
+    steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    init_from: Path | None = None            # weights to start from: a published file or a run
+    compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
+    channels_last: bool = False              # images enter the networks as NHWC, which GPUs convolve faster
+    model: dict[str, Any] = Field(default_factory=dict)   # the system's own section: dstrain/systems/SYSTEM/config.py
+    data: Data = Data()
+    batch: BatchSize = BatchSize()
+    optimizer: Optimizer = Optimizer()
+    ema: Ema = Ema()
+    every: Every = Every()
+    save: Save = Save()
+    samples: Samples = Samples()
+    track: Track = Track()
+    faults: Faults = Faults()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run keeps its checkpoints, samples and logs."""
+        return self.folder or Path("runs") / self.name
+
+    @field_validator("folder", "init_from")
+    @classmethod
+    def _expand(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser()
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Run":
+        ema, decays = self.samples.ema, list(self.ema.decays)
+        _refuse(
+            (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
+             "them, or add it to ema.decays"),
+            (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),
+        )
+        return self

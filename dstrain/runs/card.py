@@ -1,0 +1,94 @@
+"""The model card of an export: README.md, which says what a folder is, how it came to be and how it is loaded.
+
+What it says stands in the run's folder (folders.py) and in the checkpoint's manifest. The licence is left to
+whoever publishes the folder.
+"""
+
+import importlib.metadata
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain import __version__
+from dstrain.engine.manifest import manifest
+from dstrain.recipe import Run, dump
+
+GRID = "samples.png"
+_KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
+_LIBRARIES = ("torch", "diffusers", "safetensors")
+
+
+def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], name: str,
+          note: str, code: str, errors: Mapping[str, float]) -> None:
+    """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
+
+    title   what the folder is called when it is whole             note   what whoever loads it has to know
+    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that loads it from "OUT"
+            what of it was taken                                   errors against the trained network, relative
+    """
+    sealed, run = manifest(checkpoint), _published(run)
+    imported = sealed["extra"].get("imported")                            # of launch/import.py's: not trained here
+    versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
+    here = ", ".join([f"dstrain {__version__}", *(f"{library} {importlib.metadata.version(library)}"
+                                                  for library in _LIBRARIES)])
+    data = (folder / "data.txt").read_text(encoding="utf-8").strip() if (folder / "data.txt").exists() else "unknown"
+    facts = {
+        "System": f"{run.system}, as diffusers' {name}", "Run": run.name,
+        "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
+        "Weights": "; ".join(f"{part}: {'as imported' if imported else _said(kind)}" for part, kind in kinds.items()),
+        "Seed": str(run.seed), "Data": "unknown" if imported else f"{run.data.path} ({data})",
+        "Imported with" if imported else "Trained with": versions, "Exported with": here,
+        "Difference": ", ".join(f"{error:.1e} ({of})" for of, error in errors.items())
+                      + ", relative, of what diffusers computes from this folder and the trained network"}
+    lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
+    if (grid := _newest_grid(folder / "samples")) is not None:
+        shutil.copyfile(grid, out / GRID)
+        lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {_in_a_table(value)} |" for key, value in facts.items()), ""]
+    lines += ["```python", code.replace('"OUT', f'"{title}'), "```", ""]
+    lines += [f"Note: {note}.", ""] if note else []
+    said = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
+    lines += ["## Recipe", "", "```yaml", *said, "```", "", "## Licence", "",
+              "Not stated: whoever publishes these weights says here under which licence, and what that of the data "
+              "allows.", ""]
+    (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _published(run: Run) -> Run:
+    """The recipe without where things lay on the machine of the run: folders are left out, files go by their names."""
+    data = {key: _without_paths(value) for key, value in run.data}
+    data |= {key: data[key] and _last(data[key]) for key in ("path", "held_out_path")}
+    return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=data),
+                                  "model": _without_paths(run.model)})
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_paths(inner) for inner in value)
+    return _last(value) if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute() else value
+
+
+def _last(path: Any) -> Any:
+    return type(path)(Path(path).name) if Path(path).name else path
+
+
+def _said(kind: str) -> str:
+    name, _, decay = kind.partition(".")
+    return f"{_KINDS[name]} {decay}".rstrip()
+
+
+def _in_a_table(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _newest_grid(samples: Path) -> Path | None:
+    """The last grid that training has drawn; of what draws none, the last reconstruction."""
+    for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
+        grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]
+        if grids:
+            return max(grids, key=lambda path: int(path.name.split("_")[1].removesuffix(".png")))
+    return None

@@ -1,0 +1,140 @@
+"""A frozen first stage as launch/encode.py uses it: a run, its export, or diffusers' AutoencoderKL, all behind `codes`;
+and what becomes of a batch of samples by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain import recipe, systems
+from dstrain.encoders import autoencoder
+from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Data
+from dstrain.runs import trained
+from dstrain.runs.weights import fitted
+from dstrain.systems.base import Batch, Nets, System
+
+
+@dataclass(frozen=True)
+class FirstStage:
+    """A frozen network that encodes."""
+
+    name: str                                  # for messages
+    fingerprint: str
+    channels: int                              # of its images
+    codes: Callable[[Batch], np.ndarray]       # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
+                                               # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
+                                               # token ids (B, h, w) or (B, t, h, w)
+    codebook_size: int | None = None           # of token ids
+    data: Data | None = None                   # what a run learned from
+
+
+def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None) -> FirstStage:
+    """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
+
+    ConfigError, ValueError: it is neither, its system encodes nothing, or its weights are not there.
+    """
+    exported = not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists()
+    run = recipe.load(folder / "recipe.yaml") if exported else trained.read(folder)
+    system = systems.build(run.system, run.model)
+    if not system.encodes:
+        raise ConfigError(f"{folder} trains {run.system}, which encodes nothing that others learn from: name a run "
+                          "of an autoencoder, or a diffusers AutoencoderKL as --first-stage")
+    if exported:
+        if ema is not None or raw or step is not None:
+            raise ConfigError(f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
+                              "--checkpoint, or name the run itself")
+        networks = _exported(system, folder)
+    else:
+        checkpoint = trained.checkpoint(folder, step)
+        kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+        first = next(iter(system.parts))                   # another part, such as a discriminator, encodes nothing
+        networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+
+    def codes(batch: Batch) -> np.ndarray:
+        first = next(iter(batch.values()))
+        key = torch.zeros(len(first), dtype=torch.int64, device=first.device)
+        found = system.codes(networks, system.encode({**batch, "key": key}))
+        if "tokens" in found:
+            return found["tokens"].cpu().numpy()
+        return _moments(found["latent_mean"], found["latent_std"])
+
+    return FirstStage(str(folder), autoencoder.fingerprint(*system.identity(networks)), run.data.channels, codes,
+                      system.codebook_size, run.data)
+
+
+def of_diffusers(path: str, image_size: int | None) -> FirstStage:
+    """Of a diffusers AutoencoderKL, a folder or a hub name. ConfigError: none there, or the size does not fit."""
+    try:
+        vae = autoencoder.Autoencoder(path).to(group.device())
+    except ValueError as error:
+        raise ConfigError(str(error).replace("first_stage.path:", f"--first-stage {path}:")) from None
+    if image_size is not None and image_size % vae.factor:
+        raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
+    codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+    return FirstStage(path, vae.fingerprint(), vae.image_channels, codes)
+
+
+def _exported(system: System, folder: Path) -> Nets:
+    """The first part with the weights of an export, on this rank's device. ValueError: they do not fit."""
+    first = next(iter(system.parts))
+    network = system.networks()[first]
+    values, _ = fitted(folder, system, [first])[first]
+    network.load_state_dict(values)
+    return {first: network.to(group.device()).eval()}
+
+
+def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
+    return torch.stack((mean, std), dim=1).float().cpu().numpy()                                  # (B, 2, c, h, w)
+
+
+# ------------------------------------------------------------------------------------------------------- what is stored
+
+
+class Encoder:
+    """Samples to the arrays of a shard, see data/shards.py, in batches of one fixed shape.
+
+    stage, texts: what encodes images or clips, and captions (None: these are not encoded). encoding: what the shards
+    are to be, as launch/encode.py writes it down.
+    """
+
+    def __init__(self, stage: FirstStage, texts: TextEncoder | None, encoding: dict[str, Any]) -> None:
+        self.stage, self.texts, self.encoding = stage, texts, encoding
+
+    def arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Of at most `batch` samples, filled up by the last: codes (n, flips, ...), and all else (n, ...).
+
+        ConfigError: the codes are not finite.
+        """
+        encoding, count = self.encoding, len(next(iter(batch.values())))
+        rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
+        full = {name: values[rows].to(group.device()) for name, values in batch.items()}
+        seen = {name: full[name] for name in ("image", "video", "frames") if name in full}
+        codes = [self.stage.codes(seen)]
+        if encoding["flips"] == 2:
+            codes.append(self.stage.codes({"image": full["image"].flip(-1)}))
+        tokens = encoding["kind"] == "tokens"
+        found = {"tokens" if tokens else "moments": np.stack(codes, axis=1)}
+        if self.texts is not None:
+            texts = self.texts.encode(captions_of(batch["caption"][rows]))
+            found |= {name: texts[name].cpu().numpy() for name in ("text_encodings", "text_mask")}
+        found = {name: self._stored(name, array[:count]) for name, array in found.items()}
+        return found | {name: values.numpy() for name, values in batch.items() if name not in ("image", "video")}
+
+    def _stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind != "f":
+            return array.astype(np.int32) if name == "tokens" else array
+        dtype = self.encoding["dtype"] if name == "moments" else self.encoding["text"]["dtype"]
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+        if not np.isfinite(array).all():
+            what = f"{self.stage.name} gives latents" if name == "moments" else f"--text-encoder gives {name}"
+            remedy = ": take --dtype float32" if dtype == "float16" else ""
+            raise ConfigError(f"{what} that are not finite" + (f" in {dtype}{remedy}" if remedy else ""))
+        return array

@@ -1,0 +1,130 @@
+"""The folder of a run: what stands where, and whether a command may go on in it.
+
+    run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
+    data.txt           fingerprint of the data               saved            the last step that was saved
+    checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
+    metrics.jsonl      a line a report                       log.txt          what was printed
+    bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
+    earlier_N/         what --from-scratch moved aside       stop             make this file to stop the run
+"""
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
+
+
+def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
+    """Whether this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy."""
+    folder = run.directory
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"folder={folder} is a file; name a folder")
+    if from_scratch or not folder.exists():
+        return
+    if (folder / "checkpoints" / "step_00000000").is_dir():
+        raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
+                          f"folder= with init_from={folder}")
+    if not (folder / "run.yaml").exists():
+        strangers = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
+        if strangers:
+            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(sorted(strangers)[:3])} and no "
+                              "run.yaml; name another folder, or move these aside with --from-scratch")
+        return
+    saved = last_saved(folder)
+    if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
+        raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
+                          "begin anew with --from-scratch")
+    if allow_change or not saved:                    # nothing was trained: there is no run to be changed
+        return
+    changes = refused(load(folder / "run.yaml"), run)
+    if changes:
+        raise refusals(changes, folder / "run.yaml")
+    known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
+    if not same_data(known, fingerprint):
+        raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
+                          f"{known!r} before; put the files back, name another folder=, or accept the change with "
+                          "--allow-change")
+
+
+def same_data(known: str, fingerprint: str) -> bool:
+    """Whether what was written down once is of the same data. Earlier versions said less: the beginning of today's."""
+    return f"{fingerprint} ".startswith(f"{known} ")
+
+
+def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
+    """Holds the folder against a second run for as long as the file that comes back is open; on rank 0 only.
+
+    Ranks of an earlier command may still be saving: they are waited for, `patience` seconds. Raises ConfigError then.
+    """
+    end = time.monotonic() + patience
+    file = _lock(folder)
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()                             # who held it has taken the folder away
+            file = _lock(folder)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigError(busy or f"folder={folder}: another process trains in it; name another folder=, or "
+                                  f"stop that one first (touch {folder / 'stop'})") from None
+            time.sleep(0.5)
+        except OSError:                              # a file system without locks
+            return file
+
+
+def _lock(folder: Path) -> IO[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return open(folder / ".lock", "a", encoding="utf-8")
+
+
+def let_go(folder: Path) -> None:
+    """Takes away a folder that holds nothing but a claim; on rank 0 only."""
+    if [path.name for path in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+
+
+def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
+    """Writes the resolved run into its folder; on rank 0 only, once it is known that the run can go on."""
+    folder = run.directory
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
+                       ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
+        _replace(folder / name, text)
+
+
+def last_saved(folder: Path) -> int:
+    """The step that was saved last; 0 when none was."""
+    try:
+        return int((folder / "saved").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def note_saved(folder: Path, step: int) -> None:
+    _replace(folder / "saved", f"{step}\n")
+
+
+def set_aside(folder: Path) -> None:
+    """Moves what an earlier run left into earlier_N, so that beginning anew loses nothing."""
+    old = [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]
+    if old:
+        number = 1 + sum(1 for _ in folder.glob("earlier_*"))
+        while (folder / f"earlier_{number}").exists():
+            number += 1
+        (folder / f"earlier_{number}").mkdir()
+        for path in old:
+            path.rename(folder / f"earlier_{number}" / path.name)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

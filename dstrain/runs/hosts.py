@@ -1,0 +1,85 @@
+"""What all ranks must have in common before they train: the run's folder, the recipe, the code.
+
+On one machine they have. On several a folder may be each machine's own, a copy of the code may be older, a package
+another: training would begin all the same, and what it saved could not be put together.
+"""
+
+import hashlib
+import os
+import pickle
+import secrets
+import socket
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run, differences
+from dstrain.runs import folders
+
+_SHOWN = 8      # of what differs; hundreds of ranks may say the same
+
+
+def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
+    """Compares every rank with rank 0; call on all ranks, once rank 0 has claimed the folder.
+
+    A folder is shared when each rank sees a file there that rank 0 has just made; `patience`, in seconds, is for file
+    systems that remember what was not there. ConfigError on rank 0 names what differs and the remedy; the other ranks
+    end with the same exit code. Nothing stays behind, and in one process there is nothing to do.
+    """
+    if group.world() == 1:
+        return
+    folder, machine, code = run.directory, socket.gethostname(), _code()
+    name = group.from_first(f".shared-{secrets.token_hex(8)}")
+    if group.rank() == 0:
+        (folder / name).touch()
+    host, known, saved = group.from_first((machine, code, pickle.dumps((run, settings))))
+    me, first = f"rank {group.rank()} on {machine}", f"rank 0 on {host}"
+    problems = [f"{me} has {what} {code[what]}, {first} has {known[what]}: install the same on all machines"
+                for what in code if code[what] != known[what] and machine != host]    # here, somebody is editing it
+    if not problems and (changed := _changes(*pickle.loads(saved), run, settings)):
+        problems.append(f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command")
+    if not _sees(folder / name, patience):
+        problems.append(f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
+                        "system that all machines mount, folder=/shared/NAME, say")
+    found = [problem for some in group.objects(problems) for problem in some]
+    if group.rank() == 0:
+        (folder / name).unlink()
+        if found:
+            folders.let_go(folder)
+            raise ConfigError(*found[:_SHOWN], *[f"... and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN))
+    elif found:
+        time.sleep(3)                                # a launcher ends all its ranks once one has: rank 0 speaks first
+        raise SystemExit(2)
+
+
+def _code() -> dict[str, str]:
+    """What computes: versions, and of dstrain itself a hash, since a repository has many states of one version."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return {"dstrain": digest.hexdigest()[:12]} | {package: version(package) for package in ("torch", "deepspeed")}
+
+
+def _changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
+    """Entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
+    changes = differences(first_run, run)
+    changes += [(key, first_settings.get(key), settings.get(key)) for key in sorted({*first_settings, *settings})
+                if first_settings.get(key) != settings.get(key)]
+    return [f"{key}={here} (not {there})" for key, there, here in changes[:_SHOWN]]
+
+
+def _sees(path: Path, patience: float) -> bool:
+    """Whether a file is there, or comes to be seen."""
+    end = time.monotonic() + patience
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        for above in reversed(path.parents):
+            try:
+                os.scandir(above).close()            # NFS remembers what was not there, and asks when this is opened
+            except OSError:
+                pass
+        time.sleep(0.2)
+    return True

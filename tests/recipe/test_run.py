@@ -1,0 +1,199 @@
+"""Recipes: reading, overriding, checking, writing back, comparing."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain import recipe
+from dstrain.recipe import files
+from dstrain.recipe import ConfigError, Run, divisors
+from dstrain.systems import config_class
+from tests.support import tokenizers
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+
+words = st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Cs"]), max_size=12)
+tricky = st.sampled_from(["on", "off", "null", "~", "1e3", "3e-4", "010", "1_000", "true", ".5", "2024-01-01", "1:30", "",
+                          " x ", "- a", "a: b", "#", "'", "\u00e9"])
+texts = st.one_of(words, tricky)
+rates = st.floats(1e-12, 1e3)
+leaves = st.one_of(st.none(), st.booleans(), st.integers(-10**12, 10**12), st.floats(allow_nan=False), texts)
+models = st.dictionaries(texts, st.recursive(leaves, lambda inner: st.one_of(
+    st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)), max_leaves=6), max_size=4)
+
+
+@st.composite
+def runs(draw) -> Run:
+    lr = draw(rates)
+    decays = draw(st.lists(st.floats(0, 0.99999), unique=True, max_size=3))
+    micro, times = draw(st.integers(1, 64)), draw(st.integers(1, 8))
+    return Run(
+        name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)),
+        folder=draw(st.none() | st.sampled_from(["runs/a", "/tmp/b c", "010"])), steps=draw(st.integers(10, 10**9)),
+        seed=draw(st.integers(0, 2**63 - 1)), init_from=draw(st.none() | st.just("/x/y.safetensors")),
+        compile=draw(st.sampled_from(["auto", "on", "off"])), model=draw(models),
+        data={"path": draw(texts.filter(lambda text: not text.startswith("~"))), "flip": draw(st.booleans()),
+              "held_out": draw(st.floats(0, 0.99))},
+        batch={"global": micro * times, "micro": draw(st.sampled_from([None, micro]))},
+        optimizer={"lr": lr, "final_lr": lr * draw(st.floats(0, 1)), "betas": (draw(st.floats(0, 0.999)), 0.95),
+                   "schedule": draw(st.sampled_from(["constant", "cosine", "linear"])),
+                   "warmup": draw(st.integers(0, 5)), "decay_steps": draw(st.none() | st.integers(6, 100))},
+        ema={"decays": decays, "warmup": draw(st.booleans())},
+        samples={"labels": draw(st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+                 "ema": draw(st.sampled_from([None, *decays]))})
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs())
+def test_a_dumped_run_is_read_back_equal(tmp_path_factory, run):
+    """Oracle: the run itself."""
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(recipe.dump(run), encoding="utf-8")
+    assert recipe.load(path) == run
+    assert not recipe.differences(run, recipe.load(path))
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, leaves)
+def test_an_override_is_yaml(key, value):
+    """Oracle: the value that was dumped as the override's text."""
+    if not key or set(key) & set("=.") or key.strip() != key or key == "init_from":
+        return
+    text = yaml.dump({"x": value}, Dumper=files._Dumper, default_flow_style=True, width=10**6)[4:-2]
+    assert recipe.load(None, [f"model.{key}={text}"]).model == {key: value}
+
+
+def stand_in(run):
+    """A narrow tokenizer where a recipe expects one, of the geometry of the recipe that is to train it."""
+    made_by = run.name.replace("phenaki", "phenaki-tokenizer")
+    theirs = recipe.load(next(path for path in RECIPES if path.stem == made_by))
+    theirs = recipe.check(theirs, config_class(theirs.system)).model
+    tokenizers.save(Path(run.model["tokenizer"]["path"]), **{name: theirs[name] for name in (
+        "image_size", "num_frames", "channels", "codebook_size", "patch_size", "temporal_patch_size")})
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_complete(path, tmp_path, monkeypatch):
+    """Oracle: the schema, the system's own class, and what design section 11 asks of a preset's header."""
+    monkeypatch.chdir(tmp_path)
+    text = path.read_text(encoding="ascii")
+    run = recipe.load(path)
+    if "tokenizer" in run.model:
+        stand_in(run)
+    checked = recipe.check(run, config_class(run.system))
+    assert run.name == path.stem
+    assert set(run.model) < set(checked.model) and recipe.check(checked, config_class(run.system)) == checked
+    assert all(f"# {word}" in text for word in ("Source ", "Launch ", "Expected "))
+
+
+def test_published_settings_are_the_papers():
+    """Oracle: Peebles & Xie 2022, sections 4 and 5, and the constants of the official train.py."""
+    for name, steps, size in (("dit-xl2-imagenet256", 7_000_000, 256), ("dit-xl2-imagenet512", 3_000_000, 512)):
+        run = recipe.load(ROOT / "launch" / "recipes" / f"{name}.yaml")
+        assert (run.batch.global_, run.optimizer.lr, run.optimizer.weight_decay, run.ema.decays) == (256, 1e-4, 0, (.9999,))
+        assert (run.steps, run.data.image_size, run.optimizer.warmup, run.optimizer.clip) == (steps, size, 0, 0)
+        assert run.optimizer.betas == (0.9, 0.999) and run.optimizer.schedule == "constant"
+        assert run.model["first_stage"]["scaling_factor"] == 0.18215
+
+
+@pytest.mark.parametrize("text, key, expected", [
+    ("3e-4", "optimizer.lr", 3e-4), ("1E6", "steps", 10**6), ("2_000", "steps", 2000), ("off", "compile", "off"),
+    ("on", "compile", "on"), ("yes", "data.flip", True), ("010", "data.path", "010"), ("2024", "name", "2024"),
+    ("1e-8", "model.eps", 1e-8), ("", "folder", None), ("a=b", "data.path", "a=b"), ("[.9, .95]", "ema.decays", (.9, .95)),
+    ("~/images", "data.path", str(Path("~/images").expanduser())),
+])
+def test_values_that_yaml_libraries_misread(text, key, expected):
+    """Oracle: YAML 1.2's core schema for plain scalars, and what a user means."""
+    value = recipe.load(None, [f"{key}={text}"]).model_dump(by_alias=True)
+    for part in key.split("."):
+        value = value[part]
+    assert value == expected and type(value) is type(expected)
+
+
+def test_init_from_has_a_synonym():
+    """Oracle: the same run under both spellings."""
+    assert recipe.load(None, ["model.init_from=/a"]) == recipe.load(None, ["init_from=/a"])
+    assert recipe.load(None, ["model.init_from=/a"]).model == {}
+    with pytest.raises(ConfigError, match="differ"):
+        recipe.load(None, ["model.init_from=/a", "init_from=/b"])
+
+
+def test_an_override_wins_over_the_recipe(tmp_path):
+    """Oracle: the order of the command line, the last one wins, the rest of a section stays."""
+    path = tmp_path / "r.yaml"
+    path.write_text("init_from: /file\noptimizer:\n  lr: 1\n  eps: 0.5\nema:\n")
+    run = recipe.load(path, ["optimizer.lr=2", "optimizer.lr=3", "model.init_from=/typed"])
+    assert (run.optimizer.lr, run.optimizer.eps, str(run.init_from)) == (3, 0.5, "/typed")
+
+
+def test_all_faults_are_named_at_once():
+    """Oracle: the list of faults put in."""
+    with pytest.raises(ConfigError) as caught:
+        recipe.load(None, ["lr=1", "stesp=2", "optimizer.betas=[0.9]", "steps=many", "ema.decays=[0.9,0.9]", "seed"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6
+    for part in ("optimizer.lr?", "steps?", "optimizer.betas[1]", "steps=many", "ema.decays", "'seed' is no override"):
+        assert part in text
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("lr", "optimizer.lr"), ("learning_rate", "optimizer.lr"), ("batch_size", "batch.global"), ("optimiser.lr", "optimizer"),
+    ("optimizer.LR", "optimizer.lr"), ("sampels.num", "samples"), ("every.smaple", "every.sample"), ("micro", "batch.micro"),
+    ("data.flop", "data.flip"), ("weight-decay", "optimizer.weight_decay"), ("max_steps", "steps"),
+])
+def test_did_you_mean(typed, meant):
+    """Oracle: the key that a reader would have meant."""
+    with pytest.raises(ConfigError, match=r"did you mean .*" + meant.replace(".", r"\.")):
+        recipe.load(None, [f"{typed}=1"])
+
+
+def test_differences_and_what_a_resumed_run_may_change():
+    """Oracle: the list in design section 2: what determines the numbers is fixed, what only reports them is not."""
+    old = recipe.load(None, ["model.depth=2"])
+
+    def keys(*overrides):
+        new = recipe.load(None, ["model.depth=2", *overrides])
+        return [key for key, _, _ in recipe.differences(old, new)], [key for key, _, _ in recipe.refused(old, new)]
+
+    assert keys() == ([], [])
+    free = {"steps": 2000, "every.save": 3, "save.keep": 5, "batch.micro": 32, "track.project": "x", "samples.num": 4,
+            "data.workers": 0, "folder": "/tmp/x", "name": "other", "compile": "off", "faults.max_skipped": 1,
+            "data.path": "/x", "init_from": "/x", "model.recompute": "true"}
+    for key, value in free.items():
+        assert keys(f"{key}={value}") == ([key], [])
+    fixed = {"model.depth": 3, "model.width": 1, "data.image_size": 64, "data.channels": 1, "seed": 1,
+             "data.flip": "false", "data.held_out": 0.5, "data.draft": "true", "batch.global": 128, "optimizer.lr": 1,
+             "optimizer.warmup": 5, "ema.decays": "[0.5]", "ema.warmup": "true", "system": "iddpm"}
+    for key, value in fixed.items():
+        assert keys(f"{key}={value}") == ([key], [key])
+    text = str(recipe.refusals(recipe.refused(old, recipe.load(None, ["seed=1"])), Path("runs/x")))
+    assert "seed was 0" in text and "seed=0" in text and "--allow-change" in text and "model.depth" in text
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_an_open_horizon_may_not_move(schedule):
+    """Oracle: Optimizer.lr_at: what is refused is what changes the rate of a step already taken."""
+    def run(*overrides):
+        return recipe.load(None, [f"optimizer.schedule={schedule}", *overrides])
+
+    def changes_the_past(old, new):
+        return any(old.optimizer.lr_at(step, old.steps) != new.optimizer.lr_at(step, new.steps) for step in range(500))
+
+    for old, new in ((run("steps=500"), run("steps=900")), (run("steps=500"), run("steps=900", "optimizer.decay_steps=500")),
+                     (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
+                     (run("steps=500", "optimizer.decay_steps=500"), run("steps=500"))):
+        assert bool(recipe.refused(old, new)) == changes_the_past(old, new)
+    text = str(recipe.refusals(recipe.refused(run("steps=500"), run("steps=900")), Path("runs/x")))
+    assert "optimizer.decay_steps=500" in text and "--allow-change" in text
+
+
+@given(st.integers(1, 2000))
+def test_divisors(number):
+    """Oracle: trial division."""
+    listed = [int(word) for word in divisors(number).split(", ") if word != "..."]
+    every = [d for d in range(1, number + 1) if number % d == 0]
+    assert listed == every or (len(every) > 16 and listed == every[:8] + every[-7:])

@@ -1,0 +1,275 @@
+"""The folder of a run: what may go on in it, what is refused, and that nothing is lost."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrain import recipe
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import folders
+from tests.support.launch import environment
+
+MARK = "images: 60"
+
+
+def run(folder: Path, *overrides: str) -> Run:
+    return recipe.load(None, [f"folder={folder}", "model.depth=2", *overrides])
+
+
+def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
+    folders.check(wanted, mark, from_scratch=from_scratch, allow_change=allow_change)
+
+
+def refusal(wanted: Run, mark: str = MARK, **flags: bool) -> str:
+    before = contents(wanted.directory)
+    with pytest.raises(ConfigError) as caught:
+        check(wanted, mark, **flags)
+    assert contents(wanted.directory) == before
+    return str(caught.value)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder; the file itself where it is none."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else [folder]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.exists()}
+
+
+def prepare(wanted: Run, mark: str = MARK, from_scratch: bool = False) -> None:
+    if from_scratch and wanted.directory.exists():
+        folders.set_aside(wanted.directory)
+    folders.write_down(wanted, {"train_batch_size": 64}, mark)
+
+
+@pytest.fixture
+def begun(tmp_path) -> Path:
+    """A folder in which a run has begun."""
+    folder = tmp_path / "runs" / "a"
+    prepare(run(folder))
+    (folder / "checkpoints" / "step_00000100").mkdir(parents=True)
+    folders.note_saved(folder, 100)
+    return folder
+
+
+def test_a_fresh_folder(tmp_path):
+    """Oracle: the run, settings and fingerprint that were handed over, read back from what was written."""
+    wanted = run(tmp_path / "runs" / "a", "seed=3")
+    for there in (False, True):                                  # not there, and there but empty
+        check(wanted)
+        assert list(tmp_path.iterdir()) == [] or there
+        wanted.directory.mkdir(parents=True, exist_ok=True)
+    prepare(wanted)
+    assert recipe.load(wanted.directory / "run.yaml") == wanted
+    assert json.loads((wanted.directory / "ds_config.json").read_text()) == {"train_batch_size": 64}
+    assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt"}
+    check(wanted)
+    assert folders.last_saved(wanted.directory) == 0
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    """Oracle: the file, which stays, with and without --from-scratch."""
+    (tmp_path / "a").write_text("mine")
+    for flag in (False, True):
+        assert "is a file; name a folder" in refusal(run(tmp_path / "a"), from_scratch=flag)
+
+
+def test_a_foreign_folder(tmp_path):
+    """Oracle: files that no run has made: named in the refusal, moved aside and whole with --from-scratch."""
+    (tmp_path / "b").mkdir()
+    for name in ("thesis.tex", "b/notes.txt", ".hidden"):
+        (tmp_path / name).write_text(name)
+    before = contents(tmp_path)
+    for flag in (False, True):
+        text = refusal(run(tmp_path), allow_change=flag)
+        assert "thesis.tex" in text and "--from-scratch" in text and "another folder" in text
+    check(run(tmp_path), from_scratch=True)
+    prepare(run(tmp_path), from_scratch=True)
+    assert {name.removeprefix("earlier_1/"): text for name, text in contents(tmp_path).items()
+            if name.startswith("earlier_1/")} == before
+
+
+def test_hidden_files_make_no_foreign_folder(tmp_path):
+    """Oracle: what a desktop or an earlier --from-scratch leaves behind."""
+    (tmp_path / ".DS_Store").touch()
+    (tmp_path / "earlier_1").mkdir()
+    check(run(tmp_path))
+
+
+@pytest.mark.parametrize("key, old, new", [("seed", "0", "7"), ("model.depth", "2", "3"), ("batch.global", "64", "128"),
+                                           ("optimizer.lr", "0.0001", "0.5"), ("data.flip", "true", "false"),
+                                           ("ema.decays", "[0.9999]", "[0.5]")])
+def test_a_change_of_what_the_run_is(begun, key, old, new):
+    """Oracle: the key, the value in run.yaml and the one typed; --allow-change and --from-scratch let it pass."""
+    wanted = run(begun, f"{key}={new}")
+    text = refusal(wanted)
+    assert f"{key} was {old} in {begun / 'run.yaml'} and is now {new}: write {key}={old}" in text
+    assert "--allow-change" in text and "another folder=" in text and len(text.splitlines()) == 1
+    check(wanted, allow_change=True)
+    check(wanted, from_scratch=True)
+    prepare(wanted)
+    check(wanted)                                                # what was accepted is the run from now on
+    assert f"{key} was" in refusal(run(begun))
+
+
+def test_all_changes_are_named_together(begun):
+    """Oracle: the keys that were changed."""
+    text = refusal(run(begun, "seed=7", "model.depth=3", "steps=9", "every.save=1"))
+    assert [line.split(" was ")[0] for line in text.splitlines()] == ["seed", "model.depth"]
+
+
+@pytest.mark.parametrize("free", ["steps=100000", "every.save=3", "save.keep=9", "batch.micro=8", "samples.num=4",
+                                  "data.workers=0", "track.wandb=disabled", "faults.orphan_check=false"])
+def test_steps_and_what_only_reports_may_change(begun, free):
+    """Oracle: design section 2: none of these determines the numbers of a step."""
+    check(run(begun, free))
+
+
+def test_other_data(begun):
+    """Oracle: both fingerprints; a folder that kept none is not doubted."""
+    text = refusal(run(begun), "images: 61")
+    assert "'images: 61' now" in text and "'images: 60' before" in text and "--allow-change" in text
+    check(run(begun), "images: 61", allow_change=True)
+    check(run(begun), "images: 60 bytes=7")       # an earlier version said less
+    refusal(run(begun), "images: 600")
+    (begun / "data.txt").unlink()
+    check(run(begun), "images: 61")
+
+
+def test_nothing_trained_is_nothing_to_change(tmp_path):
+    """Oracle: a first command that failed before it saved: the corrected one is a fresh start."""
+    prepare(run(tmp_path / "a"))
+    check(run(tmp_path / "a", "seed=7", "model.depth=3"), "images: 61")
+
+
+@pytest.mark.parametrize("left", [(), ("newest",), ("step_00000500.tmp",), ("step_00000500.gone.tmp",)])
+def test_saved_without_checkpoints(begun, left):
+    """Oracle: `saved` says 500: what is left in checkpoints/ is no checkpoint, so a resume would begin at step 0."""
+    folders.note_saved(begun, 500)
+    assert folders.last_saved(begun) == 500
+    (begun / "checkpoints" / "step_00000100").rmdir()
+    for name in left:
+        (begun / "checkpoints" / name).mkdir()
+    for flag in (False, True):
+        text = refusal(run(begun), allow_change=flag)
+        assert "saved step 500" in text and "put checkpoints/ back" in text and "--from-scratch" in text
+    check(run(begun), from_scratch=True)
+    (begun / "checkpoints" / "step_00000400").mkdir()
+    check(run(begun))
+
+
+@pytest.mark.parametrize("text", ["", "12\n34", "\x00" * 4, "half"])
+def test_a_damaged_saved_is_none(begun, text):
+    """Oracle: a file that holds no number."""
+    (begun / "saved").write_text(text)
+    assert folders.last_saved(begun) == 0
+    check(run(begun))
+
+
+def test_a_damaged_recipe_is_named(begun):
+    """Oracle: the file and the line that was broken."""
+    (begun / "run.yaml").write_text("name: a\nseed: [1\n")
+    assert f"{begun / 'run.yaml'}:" in refusal(run(begun))
+    check(run(begun), from_scratch=True)
+
+
+def test_from_scratch_loses_nothing(begun):
+    """Oracle: every byte of what stood there, also after the third time."""
+    (begun / "checkpoints" / "step_00000500").mkdir(parents=True)
+    (begun / "checkpoints" / "step_00000500" / "manifest.json").write_text("{}")
+    (begun / ".cache").write_text("hidden")
+    (begun / "earlier_7").mkdir()
+    (begun / "earlier_7" / "run.yaml").write_text("old")
+    kept: dict[str, bytes] = {"earlier_7/run.yaml": b"old"}
+    for number in range(1, 4):
+        folders.note_saved(begun, number)
+        before = {name: text for name, text in contents(begun).items() if not name.startswith("earlier_")}
+        prepare(run(begun, f"seed={number}"), from_scratch=True)
+        now = contents(begun)
+        fresh = {name for name in now if name not in kept and not name.startswith("earlier_")}
+        assert fresh == {"run.yaml", "ds_config.json", "data.txt"} and folders.last_saved(begun) == 0
+        moved = {name.partition("/")[2]: text for name, text in now.items()
+                 if name.startswith("earlier_") and name not in kept}
+        assert moved == before
+        assert all(now[name] == text for name, text in kept.items())
+        kept = {name: text for name, text in now.items() if name.startswith("earlier_")}
+    check(run(begun, "seed=3"))
+
+
+def test_from_scratch_where_nothing_stands(tmp_path):
+    """Oracle: a fresh run: no earlier_1 for an empty folder."""
+    (tmp_path / "a").mkdir()
+    for name in ("a", "b"):
+        prepare(run(tmp_path / name), from_scratch=True)
+        assert set(contents(tmp_path / name)) == {"run.yaml", "ds_config.json", "data.txt"}
+
+
+def test_going_on_keeps_what_is_there(begun):
+    """Oracle: the files of the run."""
+    for name in ("log.txt", "metrics.jsonl", "saved", "stop"):
+        (begun / name).write_text("5")
+    before = contents(begun)
+    prepare(run(begun, "steps=77"))
+    after = contents(begun)
+    assert before.keys() == after.keys() and recipe.load(begun / "run.yaml").steps == 77
+    assert {name for name in after if after[name] != before[name]} == {"run.yaml"}
+
+
+def test_one_run_in_a_folder(tmp_path):
+    """Oracle: a real process that holds the folder until it is killed; the name of the remedy in the meantime."""
+    folder = tmp_path / "runs" / "a"
+    program = "import sys, time; from dstrain.runs import folders; from pathlib import Path\n" \
+              "lock = folders.claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], env=environment(), stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="another process trains in it; name another folder="):
+            folders.claim(folder, patience=0)
+    finally:
+        holder.kill()
+        holder.communicate()
+    with folders.claim(folder, patience=0):
+        check(run(folder))                                       # the lock makes no foreign folder
+        with pytest.raises(ConfigError):
+            folders.claim(folder, patience=0)
+        prepare(run(folder), from_scratch=True)
+        prepare(run(folder), from_scratch=True)
+        with pytest.raises(ConfigError):
+            folders.claim(folder, patience=0)                    # nor is it moved aside
+    folders.claim(folder, patience=0).close()
+
+
+def test_a_folder_is_waited_for(tmp_path):
+    """Oracle: the clock: who holds it lets go after 0.2 s."""
+    held = folders.claim(tmp_path)
+    begin = time.monotonic()
+    threading.Timer(0.2, held.close).start()
+    folders.claim(tmp_path, patience=30).close()
+    assert 0.15 < time.monotonic() - begin < 10
+
+
+def test_a_claim_waits_for_one_who_takes_the_folder_away(tmp_path):
+    """Oracle: a third command, which is refused: who waited while the folder went holds the one that is there now."""
+    folder = tmp_path / "run"
+    held, got = folders.claim(folder), []
+    waiting = threading.Thread(target=lambda: got.append(folders.claim(folder, patience=30)))
+    waiting.start()
+    time.sleep(0.2)
+    folders.let_go(folder)
+    assert not folder.exists()
+    held.close()
+    waiting.join()
+    with pytest.raises(ConfigError, match="another process trains in it"):
+        folders.claim(folder, patience=0)
+    got[0].close()
+
+
+def test_only_an_empty_folder_is_let_go(tmp_path):
+    """Oracle: its files: with anything beside the claim it stays as it is."""
+    with folders.claim(tmp_path / "run"):
+        (tmp_path / "run" / "run.yaml").touch()
+        folders.let_go(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}

@@ -1,0 +1,142 @@
+"""Keyed randomness: its distribution, its independence, and that it belongs to a sample."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain import rng
+
+SEEDS = st.integers(min_value=0, max_value=2 ** 63 - 1)
+STEPS = st.integers(min_value=0, max_value=10 ** 7)
+COUNT = 4096
+
+
+def keyed(seed, step, count=8):
+    return rng.keys(seed, step, torch.arange(count))
+
+
+def distance(values, cdf):
+    """The Kolmogorov-Smirnov statistic times sqrt(n); above 2.2 with probability 1e-4."""
+    ordered = values.double().flatten().sort().values
+    count = len(ordered)
+    ideal, ranks = cdf(ordered), torch.arange(count + 1, dtype=torch.float64) / count
+    return float(torch.maximum(ideal - ranks[:-1], ranks[1:] - ideal).max()) * math.sqrt(count)
+
+
+def correlation(one, other):
+    """Pearson's correlation times sqrt(n): a standard normal number where both are independent."""
+    one, other = one.double().flatten(), other.double().flatten()
+    return float(torch.corrcoef(torch.stack((one, other)))[0, 1]) * math.sqrt(len(one))
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(SEEDS, STEPS)
+def test_uniform(seed, step):
+    """Oracle: the uniform distribution, by Kolmogorov-Smirnov and its range."""
+    values = rng.uniform(keyed(seed, step), "timestep", (COUNT,))
+    assert values.dtype == torch.float32 and float(values.min()) >= 0 and float(values.max()) < 1
+    assert distance(values, lambda x: x) < 2.4
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(SEEDS, STEPS)
+def test_normal(seed, step):
+    """Oracle: the normal distribution, by Kolmogorov-Smirnov and the first four moments."""
+    values = rng.normal(keyed(seed, step), "noise", (COUNT,))
+    assert values.dtype == torch.float32 and bool(values.isfinite().all())
+    assert distance(values, torch.special.ndtr) < 2.4
+    values, count = values.double().flatten(), values.numel()
+    # Standard errors of the mean of x, x^2, x^3, x^4: the variances are 1, 2, 15, 96.
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((values ** power).mean()) - mean) < 4.5 * math.sqrt(variance / count)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(SEEDS, STEPS)
+def test_one_draw_of_each_key(seed, step):
+    """Oracle: the distributions, of the first draw over many keys (what timesteps and label drops are made of)."""
+    key = keyed(seed, step, 8 * COUNT)
+    assert len(key.unique()) == len(key)
+    assert distance(rng.uniform(key, "timestep"), lambda x: x) < 2.4
+    assert distance(rng.normal(key, "noise", (1,)), torch.special.ndtr) < 2.4
+    assert distance(rng.uniform(rng.keys_of_seeds(torch.arange(8 * COUNT) + seed % 10 ** 9), "start"),
+                    lambda x: x) < 2.4
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(SEEDS, STEPS)
+def test_independence(seed, step):
+    """Oracle: no correlation between neighbours of any kind."""
+    noise = lambda key, name="noise": rng.normal(key, name, (COUNT,))
+    key = keyed(seed, step)
+    base = noise(key)
+    others = {
+        "name": noise(key, "noise/0"), "step": noise(keyed(seed, step + 1)),
+        "seed": noise(keyed((seed + 1) % 2 ** 63, step)), "position": noise(key.roll(1)),
+        "element": base.roll(1, dims=1), "halves": base.roll(COUNT // 2, dims=1),
+    }
+    for what, other in others.items():
+        assert abs(correlation(base, other)) < 5, what
+        assert abs(correlation(base.square(), other.square())) < 5, what
+
+
+@given(SEEDS, st.integers(1, 12), st.integers(0, 12), st.integers(0, 40))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_a_draw_belongs_to_its_sample(seed, count, cut, step):
+    """Oracle: the same draws for the whole batch, bit for bit."""
+    key, cut = keyed(seed, step, count), min(cut, count)
+    functions = (lambda key: rng.normal(key, "noise", (3, 5)), lambda key: rng.uniform(key, "drop"),
+                 lambda key: rng.integers(key, "label", 1000, (2,)))
+    for function in functions:
+        whole = function(key)
+        assert torch.equal(torch.cat((function(key[:cut]), function(key[cut:]))), whole)
+        assert torch.equal(function(key.flip(0)), whole.flip(0))
+
+
+@given(SEEDS, st.integers(1, 2 ** 31))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_integers(seed, high):
+    """Oracle: the range, and the uniform distribution of integer / high."""
+    values = rng.integers(keyed(seed, 0), "label", high, (COUNT,))
+    assert values.dtype == torch.int64 and int(values.min()) >= 0 and int(values.max()) < high
+    if high > 10 ** 6:                            # fine enough to be told from no continuous distribution
+        assert distance(values / high, lambda x: x) < 2.4
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1, 28, 28), (0,)])
+def test_shapes(shape):
+    """Oracle: the contract (B,) -> (B, *shape), odd numbers of elements and none included."""
+    key = keyed(0, 0, 5)
+    assert rng.uniform(key, "a", shape).shape == (5, *shape)
+    assert rng.normal(key, "a", shape).shape == (5, *shape)
+    assert rng.integers(key, "a", 10, shape).shape == (5, *shape)
+    assert rng.normal(key[:0], "a", shape).shape == (0, *shape)
+
+
+def test_fixed_values():
+    """Oracle: values noted down when this was written: a change would break every resumed run."""
+    key = rng.keys(0, 1, torch.arange(2))
+    assert key.tolist() == KEYS
+    assert rng.keys_of_seeds(torch.arange(2)).tolist() == KEYS_OF_SEEDS
+    torch.testing.assert_close(rng.uniform(key, "timestep"), torch.tensor(UNIFORM), rtol=0, atol=0)
+    torch.testing.assert_close(rng.normal(key, "noise", (2,)), torch.tensor(NORMAL), rtol=1e-6, atol=1e-6)
+
+
+KEYS = [8841707400507832957, -4616330145664149646]
+KEYS_OF_SEEDS = [2902805962516761537, 4203286574363722061]
+UNIFORM = [0.043516457080841064, 0.6614988446235657]
+NORMAL = [[0.8026838302612305, -0.33899253606796265], [-1.9127699136734009, 0.8567013144493103]]
+
+
+def test_seed_of_dropout():
+    """Oracle: torch's own generator: the same place draws the same mask, every other place another one."""
+    def drawn(*place: int) -> float:
+        rng.seed_torch(*place)
+        return torch.rand((), dtype=torch.float64).item()
+
+    places = [(seed, step, micro) for seed in (0, 1, 2 ** 62) for step in (0, 1, 9) for micro in (0, 1, 7)]
+    found = [drawn(*place) for place in places]
+    assert found == [drawn(*place) for place in places] and len(set(found)) == len(places)
