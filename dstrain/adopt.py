@@ -38,7 +38,7 @@ class Order:
 def adopt(order: Order) -> list[str]:
     """Writes order.out, whole or not at all; what was loaded, replaced and left, a line each.
 
-    ConfigError, ValueError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
+    ConfigError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
     """
     if group.place().world > 1:
         raise ConfigError("an import takes one process: python launch/import.py ...")
@@ -83,14 +83,14 @@ def _anew(system: System, seed: int, found: Mapping[str, object]) -> dict[str, d
 
 
 def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The files of a checkpoint of one rank. ValueError: values that are not finite, of which nothing can be drawn."""
+    """The files of a checkpoint of one rank. ConfigError: values that are not finite, of which nothing can be drawn."""
     with torch.device("meta"):
         networks = system.networks()
     buffers: dict[str, Tensor] = {}
     for part, network in networks.items():
         for name, value in values[part].items():
             if value.is_floating_point() and not torch.isfinite(value).all():
-                raise ValueError(f"{name} of the {part} holds values that are not finite: fetch the file again")
+                raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
         trained = _trained(network, values[part])
         write_shard(folder / shard_name(part, 0, 1), (
             ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())

@@ -30,9 +30,7 @@ from dstrain.engine.fragment_files import COMMON, SHARD
 from dstrain.engine.manifest import CONSOLIDATED, NAME, faults, manifest
 from dstrain.engine.streams import Entry
 from dstrain.ranks.place import place
-
-class Refused(ValueError):
-    """An order that cannot be carried out, for a reason that the message says."""
+from dstrain.recipe import ConfigError
 
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -74,12 +72,12 @@ class Plan:
 def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
     """Writes order.out, whole or not at all; `bar` is given the bytes to be done and returns what is told of each.
 
-    ValueError: not there, damaged, not to be merged, out is there already or does not fit on the disk; with the remedy.
+    ConfigError: not there, damaged, not to be merged, or `out` is there already or does not fit on the disk.
     """
     if place().world > 1:
-        raise ValueError("a consolidation takes one process: python launch/consolidate.py ...")
+        raise ConfigError("a consolidation takes one process: python launch/consolidate.py ...")
     if order.out.exists() or order.out.is_symlink():
-        raise ValueError(f"--out {order.out} is there already: name a new folder")
+        raise ConfigError(f"--out {order.out} is there already: name a new folder")
     plan = look(order)
     tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
     told = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
@@ -102,29 +100,29 @@ def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
         os.rename(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
-                             "there: make room, or name a folder elsewhere") from None
-        raise ValueError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
+            raise ConfigError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "
+                              "there: make room, or name a folder elsewhere") from None
+        raise ConfigError(f"--out {order.out} was not written: {error}; if it cannot be, name another folder") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return plan
 
 
 def look(order: Order) -> Plan:
-    """What an order means: reads headers only. ValueError as `consolidate`."""
+    """What an order means: reads headers only. ConfigError as `consolidate`."""
     source = order.source
     if not source.is_dir():
-        raise ValueError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
+        raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
     checkpoint = _checkpoint(source, order.step)
     if checkpoint is None:
         folder = deepspeed_files.tag_folder(source, order.tag)
         if folder is None:
-            raise ValueError(f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
-                             "(*_model_states.pt)")
+            raise ConfigError(f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
+                              "(*_model_states.pt)")
         return _of_deepspeed(order, folder)
     if order.tag is not None:
-        raise ValueError(f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave it "
-                         "out, or choose with --step")
+        raise ConfigError(f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
+                          "it out, or choose with --step")
     return _of_dstrain(order, checkpoint)
 
 
@@ -135,16 +133,16 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
     store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
     if (source / NAME).exists() or (source / COMMON).exists():
         if step not in (None, _step(source)):
-            raise ValueError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
+            raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
     if store is None:
         if (source / "run.yaml").exists():
-            raise ValueError(f"{source} holds no checkpoint yet: train first")
+            raise ConfigError(f"{source} holds no checkpoint yet: train first")
         return None
     steps = _steps(store)
     if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
-                         f"{', '.join(map(str, steps))}")
+        raise ConfigError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
+                          f"{', '.join(map(str, steps))}")
     return steps[max(steps) if step is None else step]
 
 
@@ -163,12 +161,12 @@ def _step(checkpoint: Path) -> int | None:
 def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
         body = manifest(checkpoint)
-    except ValueError as error:
+    except ConfigError as error:
         raise fragment_files.damaged(checkpoint, str(error)) from None
     said: dict[str, dict] = body["files"]
     there = sorted({match[1] for name in said if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in there:
-        raise ValueError(f"--part {order.part}: {checkpoint} holds {', '.join(there)}")
+        raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(there)}")
     recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
                    if path.exists()), None)
     run = _run(recipe)
@@ -206,15 +204,15 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
     if wanted == "raw":
         return "master"
     if wanted and not others:
-        raise ValueError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
-                         "--weights raw")
+        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
+                          "--weights raw")
     try:
         decay = float(text) if text else (own or [math.nan])[0]
     except ValueError:
-        raise ValueError(f"--weights {order.weights}: {text} is no decay; write ema:0.9999") from None
+        raise ConfigError(f"--weights {order.weights}: {text} is no decay; write ema:0.9999") from None
     if own and text and decay not in own:
-        raise ValueError(f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
-                         f"{', '.join(f'ema:{d!r}' for d in own)}, and raw")
+        raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {part} of that decay; it holds "
+                          f"{', '.join(f'ema:{d!r}' for d in own)}, and raw")
     return f"ema.{decay!r}" if own else "master"
 
 
@@ -249,9 +247,9 @@ def _text(path: Path) -> str:
         raise _unreadable(path, "no UTF-8") from None
 
 
-def _unreadable(path: Path, reason: str) -> ValueError:
-    return ValueError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away, since the weights "
-                      "do without it")
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away, since the "
+                       "weights do without it")
 
 
 # ---------------------------------------------------------------------------------------------------------- DeepSpeed's
@@ -259,18 +257,18 @@ def _unreadable(path: Path, reason: str) -> ValueError:
 def _of_deepspeed(order: Order, folder: Path) -> Plan:
     for option, given, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
         if given is not None:
-            raise ValueError(f"{option} {given}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
+            raise ConfigError(f"{option} {given}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
     if order.weights not in (None, "raw"):
-        raise ValueError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no averages: "
-                         "take --weights raw")
+        raise ConfigError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
+                          "averages: take --weights raw")
     merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
     def verify(told: Callable[[int], Any]) -> None:
         for span, crc in merged.sums.items():
             if torch_files.altered(span, crc):
-                raise ValueError(f"checkpoint {folder} is damaged ({span.path.name} has altered bytes): take another "
-                                 "with --tag")
+                raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} has altered bytes): take another "
+                                  "with --tag")
             told(span.nbytes)
 
     return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,

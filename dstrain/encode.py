@@ -39,7 +39,7 @@ from dstrain.systems.base import Batch
 def encode(order: Order) -> dict[str, Any]:
     """Writes order.out, on all ranks together; the body of its index.
 
-    ConfigError, ValueError: what is asked for cannot be, more files than tolerated are unreadable, or the folder holds
+    ConfigError: what is asked for cannot be, more files than tolerated are unreadable, or the folder holds
     another encoding.
     """
     plan = planned(order)
@@ -129,9 +129,9 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
             try:
                 facts = shards.check(path)
                 if facts["encoding"] != shards.short(encoding) or facts["number"] != number:
-                    raise ValueError(f"{path} is of another encoding")
+                    raise ConfigError(f"{path} is of another encoding")
                 found[number] = shards.record(path, facts)
-            except ValueError as error:
+            except ConfigError as error:
                 print(f"{error}; it is made anew", flush=True)
                 path.unlink()
     return found

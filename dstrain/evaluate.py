@@ -56,7 +56,7 @@ class Order:
 def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
     """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
 
-    ConfigError, ValueError: what cannot be, with the remedy.
+    ConfigError: what cannot be, with the remedy.
     """
     begin = time.perf_counter()
     run = trained.read(order.folder)
@@ -230,7 +230,7 @@ def _other_data(order: Order, run: Run, classes: int | None) -> Any:
                                  held_out_path=path, draft=data.draft)
         else:
             source = open_images(path, data.image_size, channels=data.channels, split="all", draft=data.draft)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(str(error).replace("data.path=", "--data ").replace(", or builtin:fashion", "")) from None
     if labelled and "/" not in source.name(0):
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "

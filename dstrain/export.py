@@ -63,7 +63,7 @@ class Exported:
 
 
 def export(order: Order) -> Exported:
-    """Writes order.out, whole or not at all. ConfigError, ValueError: it cannot be expressed, or does not agree."""
+    """Writes order.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
     if group.place().world > 1:
         raise ConfigError("an export takes one process: python launch/export.py ...")
     if order.statistics and order.format != "diffusers":
@@ -94,8 +94,8 @@ def export(order: Order) -> Exported:
         limits = getattr(writer, "TOLERATED", {})
         wrong = {name: error for name, error in done.errors.items() if not error <= limits.get(name, _TOLERATED)}
         if wrong:
-            raise ValueError(f"{order.run} read back from {done.name} differs from the trained network by "
-                             f"{', '.join(f'{error:.1e} ({name})' for name, error in wrong.items())}: nothing is kept")
+            raise ConfigError(f"{order.run} read back from {done.name} differs from the trained network by "
+                              f"{', '.join(f'{error:.1e} ({name})' for name, error in wrong.items())}: nothing is kept")
         if writer is not None:
             card.write(tmp, order.out.name, run, order.run, checkpoint, kinds, done.name, done.note,
                        writer.about(system)[2], done.errors)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dstrain import recipe, rng, systems
+from dstrain import rng, systems
 from dstrain.data.pixels import read_pictures
 from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, folder_for
 from dstrain.drawing.sampling import class_columns, draw, draw_all
@@ -116,11 +115,8 @@ def _systems(folder: Path, order: Order | None = None) -> Opened:
         run = run.model_copy(update={"model": run.model | _frozen(folder, order, run)})
     try:
         system = systems.build(run.system, run.model)
-    except ValidationError as error:
-        schema = systems.config_class(run.system)
-        raise ConfigError(*(f"{folder}: {line}" for line in recipe.faults(error, schema, "model"))) from None
-    except ValueError as error:
-        raise ConfigError(f"{folder}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(*(f"{folder}: {line}" for line in error.problems)) from None
     if run.model.get("tokenizer", "") is None:
         raise ConfigError(f"{folder} learned from cached tokens and names no tokenizer that decodes them: give its "
                           "folder as --tokenizer FOLDER")
@@ -208,7 +204,7 @@ def _begin(order: Order, first: Opened, then: list[Opened], clip: Length | None)
                               f"{size}: name a run that enlarges them")
         try:
             system.conditions_from(torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
-        except ValueError as error:
+        except ConfigError as error:
             raise ConfigError(f"--then {folder}: {error}") from None
         size = later.data.image_size
     return None if order.low_res is None else read_pictures(order.low_res, run.data.channels)
@@ -249,7 +245,7 @@ def _told(order: Order, run: Run, system: System, texts: list[str]) -> dict[str,
         raise ConfigError(f"{word}: {order.folder} trains {run.system}, which takes no texts; leave it out")
     try:
         return system.conditions_from_texts(texts)
-    except ValueError as error:
+    except ConfigError as error:
         advice = " (--text-encoder PATH)" if run.model.get("text_encoder", "") is None else ""
         raise ConfigError(f"{word}: {order.folder}: {error}{advice}") from None
 
@@ -290,5 +286,5 @@ def _passed_on(request: Request, stage: Stage, order: Order) -> dict[str, Tensor
     given = order.labels or stage.run.samples.labels if labels is None else tuple(labels.tolist())
     try:
         return stage.system.conditions(order.num, given)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"--then {stage.folder}: {error}") from None

@@ -20,7 +20,7 @@ from dstrain.engine.engines import Engines, start
 from dstrain.engine.settings import remarks
 from dstrain.ranks import group
 from dstrain.ranks.stops import Stops
-from dstrain.recipe import Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import Request, System
@@ -146,12 +146,12 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     """Weights from the newest checkpoint, else from `init_from`, else as initialized; the step to go on from."""
     try:
         step = saves.resume()
-    except ValueError:
+    except ConfigError:
         print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
         raise
     if step > run.steps:
-        raise ValueError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or "
-                         "begin anew with --from-scratch")
+        raise ConfigError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or "
+                          "begin anew with --from-scratch")
     if step == 0:
         if run.init_from is not None:
             for part, (values, changed) in fitted(run.init_from, system).items():

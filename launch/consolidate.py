@@ -28,13 +28,13 @@ import argparse
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dstrain import consolidate                # not command.cli: it imports torch, which takes longer than all of this
+from dstrain.recipe import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -42,7 +42,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise consolidate.Refused(f"{message}; --help shows what there is")
+        raise ConfigError(f"{message}; --help shows what there is")
 
 
 def _size(text: str) -> int:
@@ -79,7 +79,7 @@ def _order(argv: list[str] | None = None) -> consolidate.Order:
     del words["local_rank"]                    # the environment says it, too
     for name, option in (("source", "a run's or a checkpoint's folder"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
-            raise consolidate.Refused(f"name {option}; --help shows how")
+            raise ConfigError(f"name {option}; --help shows how")
     words["part"] = None if words["part"] == "all" else words["part"]
     return consolidate.Order(**words)
 
@@ -117,9 +117,6 @@ if __name__ == "__main__":
     except OSError as error:
         print(f"consolidate.py: error:\n  {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except ValueError as error:
-        where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not where.is_relative_to(Path(consolidate.__file__).parent) and not isinstance(error, consolidate.Refused):
-            raise                              # a library's: a fault to be debugged
+    except ConfigError as error:
         print(f"consolidate.py: error:\n  {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -19,7 +19,7 @@ GROUND = ("ranks", "recipe", "rng")
 RULES = {
     "ranks": (), "recipe": (), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
-    "systems": ("systems.base",), "systems.base": ("recipe",),
+    "systems": ("systems.base", "recipe"), "systems.base": ("recipe",),
     "engine": ("ranks", "recipe", "__version__"), "track": ("ranks", "recipe"),
     "data": GROUND, "data.builtin.make_emoji_pairs": ("encoders",),
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
@@ -30,7 +30,7 @@ RULES = {
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room != "command"), "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench")
-A_SCRIPT = ("command", "ranks", "engine.engines", "caches", *VERBS)
+A_SCRIPT = ("command", "ranks", "recipe", "engine.engines", "caches", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "data", "diffusion", "rng", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.

@@ -63,13 +63,13 @@ class Encoders:
 def embed(order: Order) -> dict[str, Any]:
     """Writes order.out, on all ranks together; what pairs.json says in the end.
 
-    ConfigError, ValueError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
+    ConfigError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
     other embeddings.
     """
     try:
         encoders = Encoders(ImageEncoder(order.image_encoder).to(group.device()),
                             TextEncoder(order.text_encoder, order.max_text_len).to(group.device()))
-    except ValueError as error:
+    except ConfigError as error:
         key, _, said = str(error).partition(":")
         raise ConfigError(f"--{key.replace('_', '-')}:{said}") from None
     source = open_captioned(order.data, encoders.image.image_size)

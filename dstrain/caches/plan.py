@@ -56,7 +56,7 @@ class Plan:
 
 
 def planned(order: Order) -> Plan:
-    """The same on all ranks. ConfigError, ValueError: what is asked for cannot be."""
+    """The same on all ranks. ConfigError: what is asked for cannot be."""
     if order.run is not None:
         stage = first_stage.of_run(order.run, order.ema, order.raw, order.step)
     else:
@@ -85,7 +85,7 @@ def _texts(order: Order) -> TextEncoder | None:
         return None
     try:
         return TextEncoder(order.text_encoder, order.max_text_len).to(group.device())
-    except ValueError as error:
+    except ConfigError as error:
         said = str(error).replace("text_encoder:", "--text-encoder:").replace("max_text_len:", "--max-text-len:")
         raise ConfigError(said) from None
 
@@ -140,7 +140,7 @@ def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:
             return _clips(order, own, data, share, beside), size
         return open_images(data, size, channels=stage.channels, split=order.split, held_out=share,
                            held_out_path=beside), size
-    except ValueError as error:
+    except ConfigError as error:
         said = str(error).replace("data.path=", "--data ").replace("data.held_out", "--held-out")
         raise ConfigError(said.replace("data.captions=", "--captions ")) from None
 
@@ -158,7 +158,7 @@ def _clips(order: Order, own: Data, path: str, share: float, beside: str | None)
         said |= {"held_out": 0.0, "held_out_path": None}
     train, unseen = open_sources(own.model_copy(update=said))
     if order.split == "held_out" and unseen is None:
-        raise ValueError("no videos are held out: set data.held_out (a fraction)")
+        raise ConfigError("no videos are held out: set data.held_out (a fraction)")
     if order.split == "all" and unseen is not None:
         raise ConfigError(f"--split all: {path} holds out clips itself: take train and held_out, each into a folder")
     source = unseen if order.split == "held_out" else train

@@ -118,7 +118,7 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
         problems += _conflicts(run)
     except ConfigError as error:
         problems += error.problems
-    except ValueError as error:
+    except ConfigError as error:
         problems.append(str(error))                                          # an unknown system
     problems += _paths(run)
     try:
@@ -135,7 +135,7 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
 
 
 def described(path: Path, root: Path, overrides: Sequence[str]) -> Run:
-    """The Run of a recipe, checked but for its data, which need not be here. ConfigError, ValueError: every fault."""
+    """The Run of a recipe, checked but for its data, which need not be here. ConfigError: every fault."""
     run = recipe.load(_find("--recipe", path, _DEFAULT_RECIPE, root), overrides)
     run = recipe.check(run.model_copy(update={"data": _data(run)}), systems.config_class(run.system))
     if problems := _conflicts(run):
@@ -228,7 +228,7 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
         folders.check(run, found, from_scratch=options.from_scratch, allow_change=options.allow_change)
     except ConfigError as error:
         return error.problems
-    except ValueError as error:
+    except ConfigError as error:
         return [str(error)]
     return []
 

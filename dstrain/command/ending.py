@@ -2,7 +2,6 @@
 
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from dstrain.recipe import ConfigError, NotSaved
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a script's main; a fault that a user can mend becomes one message on stderr, without traceback.
+    """Runs a script's main. A ConfigError, which a user can mend, becomes one message on stderr, and exit code 2.
 
-    Exit code 2 for wrong input, 3 for training that has diverged. A rank that has lost the others ends at once.
+    Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
+    rank that has lost the others ends at once.
     """
     try:
         _run_main(main)
@@ -34,9 +34,7 @@ def _run_main(main: Callable[[], None]) -> None:
     except NotSaved as error:
         _report(error)
         raise SystemExit(1) from None
-    except ValueError as error:
-        if not isinstance(error, ConfigError) and not _ours(error):
-            raise
+    except ConfigError as error:
         _report(error)
         raise SystemExit(2) from None
     except RuntimeError as error:
@@ -55,9 +53,3 @@ def _report(error: Exception) -> None:
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
     print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
           flush=True)
-
-
-def _ours(error: ValueError) -> bool:
-    """Whether dstrain itself raised it: a ValueError from a library is a fault to be debugged."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return raised_in.is_relative_to(Path(__file__).parents[1]) and not hasattr(error, "errors")

@@ -9,6 +9,8 @@ import os
 import warnings
 from pathlib import Path
 
+from dstrain.recipe import ConfigError
+
 _MOST = 1000          # substitutes in a row; a data set with a longer stretch is broken as a whole
 
 
@@ -38,8 +40,8 @@ def read_items(source, indices: list[int],
             except BadSample as error:
                 bad.append((error.path, error.reason))
         else:
-            raise ValueError(f"{most} samples in a row cannot be read; the last is {bad[-1][0]}: "
-                             f"{bad[-1][1]}. Is data.path the right folder?")
+            raise ConfigError(f"{most} samples in a row cannot be read; the last is {bad[-1][0]}: "
+                              f"{bad[-1][1]}. Is data.path the right folder?")
     return items, bad
 
 
@@ -52,14 +54,14 @@ class BadFiles:
 
     def __init__(self, folder: str | Path | None, size: int, max_fraction: float) -> None:
         if not 0 <= max_fraction <= 1:
-            raise ValueError(f"data.max_bad_fraction is a fraction in [0, 1], not {max_fraction}")
+            raise ConfigError(f"data.max_bad_fraction is a fraction in [0, 1], not {max_fraction}")
         self.path = None if folder is None else Path(folder) / "bad_files.txt"
         self.limit = max(1, int(max_fraction * size + 1e-9)) if max_fraction > 0 else 0
         self.size, self.max_fraction = size, max_fraction
         self.names: set[str] = set()
 
     def add(self, found: list[tuple[str, str]]) -> None:
-        """Lists what is new. Raises ValueError once there are more than the limit."""
+        """Lists what is new. Raises ConfigError once there are more than the limit."""
         found = [(_line(name), _line(reason)) for name, reason in found]
         found = [(name, reason) for name, reason in found if name not in self.names]
         if not found:
@@ -70,12 +72,12 @@ class BadFiles:
                 self.names.add(name)
                 self._append(f"{name}\t{reason}\n")
         if len(self.names) > self.limit:
-            raise ValueError(
-                f"{len(self.names)} of {self.size} samples cannot be read (the last: "
-                f"{found[-1][0]}: {found[-1][1]}), more than the {self.limit} that "
-                f"data.max_bad_fraction={self.max_fraction} tolerates; see "
-                f"{self.path or 'no list, since no folder was given'}. Repair or remove them and "
-                "delete the list, or raise data.max_bad_fraction")
+            raise ConfigError(
+                 f"{len(self.names)} of {self.size} samples cannot be read (the last: "
+                 f"{found[-1][0]}: {found[-1][1]}), more than the {self.limit} that "
+                 f"data.max_bad_fraction={self.max_fraction} tolerates; see "
+                 f"{self.path or 'no list, since no folder was given'}. Repair or remove them and "
+                 "delete the list, or raise data.max_bad_fraction")
 
     def _listed(self) -> set[str]:
         if self.path is None or not self.path.exists():

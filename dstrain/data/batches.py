@@ -29,6 +29,7 @@ from dstrain import rng
 from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles, read_items
 from dstrain.data.order import Order
+from dstrain.recipe import ConfigError
 
 Batch = dict[str, Tensor]
 
@@ -47,7 +48,7 @@ class Batches:
     reads in this one, None chooses. folder: where bad_files.txt is written; None writes none.
     max_bad_fraction: of the data set, tolerated (at least one file unless it is 0). flip: half of
     the samples are mirrored, by their key. steps: read no further than this step; None has no end.
-    Raises ValueError when global_batch does not divide into micro_batch * world.
+    Raises ConfigError when global_batch does not divide into micro_batch * world.
     """
 
     def __init__(self, source, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0,
@@ -76,7 +77,7 @@ class Batches:
         Steps asked for in sequence run on; any other step restarts the workers there.
         """
         if self._steps is not None and step >= self._steps:
-            raise ValueError(f"step {step} lies beyond the last, {self._steps - 1}")
+            raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
         if step != self._next:
             self._restart(step)
         self._next = -1  # left in the middle, the step starts again
@@ -125,8 +126,8 @@ class Batches:
             start = time.perf_counter()
             try:
                 batch = next(reader, None)
-            except ValueError as error:              # from a worker it comes wrapped in the worker's traceback
-                raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
+            except ConfigError as error:             # a worker's comes wrapped in the worker's traceback
+                raise ConfigError(str(error).strip().splitlines()[-1].rpartition("ConfigError: ")[2]) from None
             if count == self.num_workers:  # they come in turn, so each worker runs
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start
@@ -148,8 +149,8 @@ def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.de
     samples and keys do not depend on the world size.
     """
     if batch < 1 or not 0 <= rank < world:
-        raise ValueError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at "
-                         "least 1 sample")
+        raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at "
+                          "least 1 sample")
     count = len(source) if limit is None else min(limit, len(source))
     for start in range(rank * batch, -(-count // (batch * world)) * batch * world, batch * world):
         position = torch.arange(start, start + batch)
@@ -276,8 +277,8 @@ def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> 
 
 def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
     if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
-        raise ValueError(f"batch.global={global_batch} and batch.micro={micro_batch} are at "
-                         f"least 1, and rank {rank} is one of {world}")
+        raise ConfigError(f"batch.global={global_batch} and batch.micro={micro_batch} are at "
+                          f"least 1, and rank {rank} is one of {world}")
     if global_batch % (micro_batch * world):
         unit = micro_batch * world
         below = global_batch // unit * unit
@@ -286,8 +287,8 @@ def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
             share = global_batch // world
             fitting = [n for n in range(min(share, micro_batch), 0, -1) if share % n == 0][:3]
             advice += f", or batch.micro={' or '.join(map(str, fitting))}"
-        raise ValueError(f"batch.global={global_batch} is no multiple of "
-                         f"batch.micro={micro_batch} x {world} ranks = {unit}: choose {advice}")
+        raise ConfigError(f"batch.global={global_batch} is no multiple of "
+                          f"batch.micro={micro_batch} x {world} ranks = {unit}: choose {advice}")
 
 
 def _choose(num_workers: int | None, source) -> int:

@@ -20,6 +20,7 @@ from dstrain.data.bad_files import BadSample
 from dstrain.data.images import Names, of_each, weighed
 from dstrain.data.pixels import SUFFIXES, decode, read_image
 from dstrain.data.rows import packed
+from dstrain.recipe import ConfigError
 
 _MOST = 1 << 28                                   # bytes of a member that is read
 
@@ -27,13 +28,14 @@ _MOST = 1 << 28                                   # bytes of a member that is re
 def open_captioned(path: str | Path, image_size: int) -> "CaptionedFolder | CaptionedTars":
     """A folder with tar files is read as shards, any other as pairs of files at any depth; a single .tar may be named.
 
-    ValueError: there is no pair, or a tar file that cannot be read.
+    ConfigError: there is no pair, or a tar file that cannot be read.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".tar":
         return CaptionedTars([path], path.parent, image_size)
     if not path.is_dir():
-        raise ValueError(f"--data {path} is no folder: name one with X.png and X.txt, or with tar shards of such pairs")
+        raise ConfigError(f"--data {path} is no folder: name one with X.png and X.txt, or with tar shards of such "
+                          "pairs")
     tars = sorted(path.glob("*.tar"))
     return CaptionedTars(tars, path, image_size) if tars else CaptionedFolder(path, image_size)
 
@@ -57,8 +59,8 @@ class CaptionedFolder:
                     else:
                         self.without += 1
         if not found:
-            raise ValueError(f"--data {path} holds no image with a caption of its name beside it (X.png and X.txt), "
-                             f"nor tar shards; images end in {' '.join(SUFFIXES)}")
+            raise ConfigError(f"--data {path} holds no image with a caption of its name beside it (X.png and X.txt), "
+                              f"nor tar shards; images end in {' '.join(SUFFIXES)}")
         self.names = Names(sorted(found))
 
     def __len__(self) -> int:
@@ -107,8 +109,8 @@ class CaptionedTars:
                 else:
                     self.without += "image" in pair
         if not keys:
-            raise ValueError(f"--data {root}: its tar shards hold no image with a caption of its name (X.png and "
-                             "X.txt)")
+            raise ConfigError(f"--data {root}: its tar shards hold no image with a caption of its name (X.png and "
+                              "X.txt)")
         self.keys, self.places = Names(keys), np.array(places, np.int64)                          # (N, 5)
         self.captions = said.hexdigest()
 
@@ -164,23 +166,23 @@ def _members(tar: Path) -> dict[str, dict[str, tuple]]:
                     place = (*place, blake2b(archive.extractfile(member).read(_MOST), digest_size=8).digest())
                 found.setdefault(key, {}).setdefault(kind, place)
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise ValueError(f"--data {tar} is no readable tar file ({error}); make it anew, or take it away") from None
+        raise ConfigError(f"--data {tar} is no readable tar file ({error}); make it anew, or take it away") from None
     return found
 
 
 def _part(file: Any, offset: int, size: int) -> bytes:
     if size > _MOST:
-        raise ValueError(f"its header says {size} bytes, above the cap of {_MOST}")
+        raise ConfigError(f"its header says {size} bytes, above the cap of {_MOST}")
     file.seek(offset)
     data = file.read(size)
     if len(data) < size:
-        raise ValueError("is cut off")
+        raise ConfigError("is cut off")
     return data
 
 
 def _item(image: Tensor, caption: str) -> dict[str, Tensor]:
     if not caption:
-        raise ValueError("has an empty caption")
+        raise ConfigError("has an empty caption")
     return {"image": image, "caption": packed(caption)}
 
 

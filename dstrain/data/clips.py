@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from dstrain.data.pixels import PIXEL_CAP, SUFFIXES, center_crop, patiently, to_mode, to_tensor
+from dstrain.recipe import ConfigError
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in lower case
 PICTURES = (*SUFFIXES, ".gif", ".apng")
@@ -74,7 +75,7 @@ def read_clip(path: Path, cut: Cut, chance: float | None = None,
               listing: Listing | None = None) -> tuple[Tensor, int, Listing]:
     """A clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which spares the next call work.
 
-    Raises whatever FFmpeg or Pillow raise on a broken file, ValueError for one without a frame, one that ends early,
+    Raises whatever FFmpeg or Pillow raise on a broken file, ConfigError for one without a frame, one that ends early,
     a damaged frame, and one above the cap.
     """
     return patiently(lambda: _read(path, cut, chance, listing))
@@ -111,7 +112,7 @@ def list_frames(path: Path, pixel_cap: int = PIXEL_CAP) -> Listing:
     with _opened(path, pixel_cap) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     if not count:
-        raise ValueError("holds no frame")
+        raise ConfigError("holds no frame")
     return Listing(count)
 
 
@@ -128,10 +129,10 @@ def _opened(path: Path, pixel_cap: int) -> Iterator[tuple[Any, Any]]:
         covers = av.stream.Disposition.attached_pic
         stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
         if stream is None or stream.codec_context is None:
-            raise ValueError("has no video stream that can be decoded")
+            raise ConfigError("has no video stream that can be decoded")
         if stream.codec_context.width * stream.codec_context.height > pixel_cap:
-            raise ValueError(f"{stream.codec_context.width} x {stream.codec_context.height} pixels exceed the cap of "
-                             f"{pixel_cap}")
+            raise ConfigError(f"{stream.codec_context.width} x {stream.codec_context.height} pixels exceed the cap of "
+                              f"{pixel_cap}")
         stream.codec_context.thread_count = 1     # the workers are the threads
         yield container, stream
 
@@ -142,11 +143,11 @@ def _video(path: Path, cut: Cut, window: range, listing: Listing) -> list[Tensor
     for number, frame in _frames(path, cut.pixel_cap, window[0], listing):
         if number in window:
             if frame.is_corrupt:
-                raise ValueError(f"frame {number} is damaged")
+                raise ConfigError(f"frame {number} is damaged")
             frames.append(_pixels(frame, cut))
             if len(frames) == len(window):
                 return frames
-    raise ValueError(f"ends after {number + 1} of {listing.count} frames")
+    raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
 
 
 def _frames(path: Path, pixel_cap: int, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
@@ -200,7 +201,7 @@ def _pictures(path: Path, cut: Cut, chance: float | None) -> tuple[list[Tensor],
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
         with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > cut.pixel_cap:
-                raise ValueError(f"{image.width} x {image.height} pixels exceed the cap of {cut.pixel_cap}")
+                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of {cut.pixel_cap}")
             count = getattr(image, "n_frames", 1)
             # An animated PNG may hold one picture more, for those who cannot animate it.
             skipped = int(count > 1 and bool(image.info.get("default_image")))

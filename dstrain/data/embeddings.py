@@ -31,6 +31,7 @@ from torch import Tensor
 from dstrain.data.bad_files import BadSample, read_items
 from dstrain.data.order import Order
 from dstrain.data.rows import Captions, FOLDERS, Table, as_read, fault_of, packed
+from dstrain.recipe import ConfigError
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
@@ -48,7 +49,7 @@ def is_embeddings(path: str | Path) -> bool:
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
     """The pairs of one split, or of all as a held-out set; None where the split's fraction is 0.
 
-    ValueError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
+    ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
     """
     pairs = _builtin() if str(path) == BUILTIN else _folder(Path(path))
@@ -145,22 +146,22 @@ class Stored:
 
 def _folder(root: Path) -> Stored:
     if not is_embeddings(root):
-        raise ValueError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
-                         f".npy files (clip-retrieval's layout), or {BUILTIN}")
+        raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
+                          f".npy files (clip-retrieval's layout), or {BUILTIN}")
     if not _complete(root / PLAN):
-        raise ValueError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
-                         "began it once more, and it goes on where it stopped")
+        raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
+                          "began it once more, and it goes on where it stopped")
     tables = {}
     for key, folder in FOLDERS.items():
         names = _names(root, folder, ".npy")
         if names:
             tables[key] = Table(key, names, root)
     if "image_embed" not in tables:
-        raise ValueError(f"data.path={root}: img_emb/ holds no .npy file")
+        raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
     names = _names(root, "metadata", ".parquet")
     if "text_embed" not in tables and not names:
-        raise ValueError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: give "
-                         "one of the two")
+        raise ConfigError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: give "
+                          "one of the two")
     # Beside cached embeddings captions serve models that read text tokens, and may be missing.
     wanted = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.there(root, names)
     captions = Captions(root, names) if wanted else None
@@ -169,8 +170,8 @@ def _folder(root: Path) -> Stored:
         _match(first, other)
     if "text_mask" in tables and "text_encodings" in tables and \
             tables["text_mask"].shape != tables["text_encodings"].shape[:1]:
-        raise ValueError(f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
-                         f"text_encodings/ {tables['text_encodings'].shape[0]}")
+        raise ConfigError(f"data.path={root}: text_mask/ has {tables['text_mask'].shape[0]} tokens a row, "
+                          f"text_encodings/ {tables['text_encodings'].shape[0]}")
     return Stored(tables, captions)
 
 
@@ -185,20 +186,20 @@ def _complete(plan: Path) -> bool:
 
 
 def _match(first: Table, other: Any) -> None:
-    """ValueError names the first pair of files whose names or rows do not match."""
+    """ConfigError names the first pair of files whose names or rows do not match."""
     ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may say what a file holds (part_images, part_texts), unless both folders use the same ones.
         if x != y and (x.isdigit() and y.isdigit() or set(ends) & set(others)):
-            raise ValueError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
-                             "its counterpart of the same number")
+            raise ConfigError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
+                              "its counterpart of the same number")
     for a, b, ours, theirs in zip(first.names, other.names, first.lengths, other.lengths):
         if ours != theirs:
-            raise ValueError(f"data.path: {a} has {ours} rows and {b} {theirs}: rows of one number are one pair; make "
-                             "the files anew from one list of pairs")
+            raise ConfigError(f"data.path: {a} has {ours} rows and {b} {theirs}: rows of one number are one pair; make "
+                              "the files anew from one list of pairs")
     if len(first.names) != len(other.names):
-        raise ValueError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
-                         f"{other.names[0]}: each needs its counterpart")
+        raise ConfigError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
+                          f"{other.names[0]}: each needs its counterpart")
 
 
 def _names(root: Path, folder: str, suffix: str) -> list[str]:
@@ -232,13 +233,13 @@ def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int
     said = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]
     if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10 ** 6):
-        raise ValueError(f"data.splits={said}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
+        raise ConfigError(f"data.splits={said}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
     ends = [int(count * sum(parts[:k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
     bounds = list(zip([0, *ends[:-1]], ends))
     for split, fraction, (begin, end) in zip(SPLITS, parts, bounds):
         if (fraction or split == "train") and end - begin < world:
-            raise ValueError(f"data.splits={said} of {count} pairs leaves {end - begin} for {split}, fewer than the "
-                             f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
+            raise ConfigError(f"data.splits={said} of {count} pairs leaves {end - begin} for {split}, fewer than the "
+                              f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
     return bounds
 
 

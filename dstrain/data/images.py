@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from dstrain.data.bad_files import BadSample
 from dstrain.data.pixels import PIXEL_CAP, SUFFIXES, center_crop, read_image, to_tensor
+from dstrain.recipe import ConfigError
 
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker",
            "bag", "ankle boot")
@@ -55,28 +56,28 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         The built-in data has its own 500.
     held_out_path: a second folder, with the same classes, that is the held-out split instead.
     draft: fast JPEG decoding at reduced size; other pixels. pixel_cap: the largest image decoded,
-    pixels. Raises ValueError with the path and the remedy.
+    pixels. Raises ConfigError with the path and the remedy.
     """
     if channels not in (1, 3, 4):
-        raise ValueError(f"channels is 1, 3 or 4, not {channels}")
+        raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
     if split not in SPLITS:
-        raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
+        raise ConfigError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
     if not 0 <= held_out < 1:
-        raise ValueError(f"data.held_out is a fraction in [0, 1), not {held_out}")
+        raise ConfigError(f"data.held_out is a fraction in [0, 1), not {held_out}")
     if str(path).startswith("builtin:"):
         if str(path) != "builtin:fashion":
-            raise ValueError(f"data.path={path}: the only built-in data set is builtin:fashion")
+            raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
         if held_out_path is None or split == "train":
             return Fashion(image_size, channels, split)
         classes = FASHION
     elif held_out_path is None:
         if split == "held_out" and held_out == 0:
-            raise ValueError("no images are held out: set data.held_out (a fraction) or "
-                             "data.held_out_path")
+            raise ConfigError("no images are held out: set data.held_out (a fraction) or "
+                              "data.held_out_path")
         return ImageFolder(path, image_size, channels, split, held_out, draft, pixel_cap)
     else:
         if held_out:
-            raise ValueError("data.held_out and data.held_out_path exclude each other: keep one")
+            raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
         if split == "train":
             return ImageFolder(path, image_size, channels, "all", 0.0, draft, pixel_cap)
         classes = class_folders(Path(path))
@@ -153,18 +154,18 @@ class ImageFolder:
         if self.classes is not None:
             unknown = [name for name in found if name not in self.classes]
             if unknown:
-                raise ValueError(f"{self.path}: class folders {few(unknown)} are not among the "
-                                 f"classes of the training data ({few(self.classes)}): rename or "
-                                 "remove them")
+                raise ConfigError(f"{self.path}: class folders {few(unknown)} are not among the "
+                                  f"classes of the training data ({few(self.classes)}): rename or "
+                                  "remove them")
             labels = np.array([self.classes.index(name) for name in found] or [0], np.int32)[labels]
         self.classes = self.classes or found
         if self.split != "all" and self.held_out > 0:
             held = np.fromiter((is_held(name, self.held_out) for name in names), bool, len(names))
             keep = np.flatnonzero(held if self.split == "held_out" else ~held)
             if not len(keep):
-                raise ValueError(f"{self.path}: data.held_out={self.held_out} leaves no image of "
-                                 f"{len(names)} for the {self.split} split: choose another "
-                                 "fraction or give data.held_out_path")
+                raise ConfigError(f"{self.path}: data.held_out={self.held_out} leaves no image of "
+                                  f"{len(names)} for the {self.split} split: choose another "
+                                  "fraction or give data.held_out_path")
             names, labels = [names[i] for i in keep], labels[keep]
         self.names, self.labels = Names(names), labels
 
@@ -256,24 +257,24 @@ def list_folder(root: Path, suffixes: tuple[str, ...] = SUFFIXES, key: str = "da
     """
     if not root.is_dir():
         fault = "is not a folder" if root.exists() else "does not exist"
-        raise ValueError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
+        raise ConfigError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
     flat, classes = sorted(_files_in(root, suffixes)), class_folders(root)
     members = {name: sorted(_walk(root, name, suffixes, set())) for name in classes}
     full = [name for name in classes if members[name]]
     read = f"files ending in {' '.join(suffixes)} are read, in any case"
     if not flat and not full:
         content = f"no {kind} in it" if any(os.scandir(root)) else "is empty"
-        raise ValueError(f"{key}={root}: {content}; {read}")
+        raise ConfigError(f"{key}={root}: {content}; {read}")
     if flat and full:
-        raise ValueError(f"{key}={root}: {kind} ({few(flat)}) beside class folders "
-                         f"({few(full)}): is this one class or several? Move the {kind} "
-                         "into a folder of their class")
+        raise ConfigError(f"{key}={root}: {kind} ({few(flat)}) beside class folders "
+                          f"({few(full)}): is this one class or several? Move the {kind} "
+                          "into a folder of their class")
     if flat:
         return flat, np.zeros(len(flat), np.int32), ()
     if len(full) < len(classes):
         empty = [name for name in classes if not members[name]]
-        raise ValueError(f"{key}={root}: class folders without {kind}: {few(empty)}; remove "
-                         f"or fill them, since they would count as classes; {read}")
+        raise ConfigError(f"{key}={root}: class folders without {kind}: {few(empty)}; remove "
+                          f"or fill them, since they would count as classes; {read}")
     labels = np.repeat(np.arange(len(full), dtype=np.int32), [len(members[name]) for name in full])
     return [name for folder in full for name in members[folder]], labels, tuple(full)
 

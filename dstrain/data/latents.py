@@ -24,6 +24,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
+from dstrain.recipe import ConfigError
 
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
@@ -40,7 +41,7 @@ class Latents:
 
     path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: fraction that is held out, by the
     hash of a sample's number.
-    Raises ValueError where the index or a shard is missing, or has not the size that the index says.
+    Raises ConfigError where the index or a shard is missing, or has not the size that the index says.
     """
 
     path: str | Path
@@ -58,7 +59,7 @@ class Latents:
             size = _size(self.path / shard["name"])
             if size != shard["size"]:
                 found = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
-                raise ValueError(f"{self.path / shard['name']} {found}; {_REMEDY}")
+                raise ConfigError(f"{self.path / shard['name']} {found}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
         # shard -> codes (rows * flips, numbers), labels (rows,) and what is beside them (rows, ...)
         self._open: dict[int, tuple[np.ndarray, list[int], Arrays]] = {}
@@ -68,8 +69,8 @@ class Latents:
         held = rng.uniform(rng.keys_of_seeds(number), "held_out") < self.held_out
         found = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
         if not len(found):
-            raise ValueError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
-                             f"for the {self.split} split: choose another fraction or give data.held_out_path")
+            raise ConfigError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
+                              f"for the {self.split} split: choose another fraction or give data.held_out_path")
         return found
 
     @property
@@ -95,12 +96,12 @@ class Latents:
     def take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
         """The samples at `index` int64 (b,), of the mirrored image where bool (b,) says so: a batch, stacked.
 
-        ValueError: mirrored codes are asked for, and the folder has none.
+        ConfigError: mirrored codes are asked for, and the folder has none.
         """
         number = index.numpy() if self.members is None else self.members[index.numpy()]
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
-            raise ValueError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
+            raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
         places = rows * self.encoding["flips"] + flip
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
@@ -123,7 +124,7 @@ class Latents:
             for name, shape in shapes.items():
                 found = arrays[name].shape if name in arrays else None
                 if found != (rows, *shape):
-                    raise ValueError(f"{path} holds {name} {found} instead of {(rows, *shape)}; {_REMEDY}")
+                    raise ConfigError(f"{path} holds {name} {found} instead of {(rows, *shape)}; {_REMEDY}")
             self._open[number] = (arrays[codes].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist(),
                                   {name: arrays[name] for name in self.beside})
         return self._open[number]
@@ -131,7 +132,7 @@ class Latents:
     def verify(self) -> None:
         """Compares hashes: of all shards where they are small, else of as many as some seconds allow, by chance.
 
-        ValueError names the first that is damaged. launch/encode.py verifies all of them, whenever it runs again.
+        ConfigError names the first that is damaged. launch/encode.py verifies all of them, whenever it runs again.
         """
         shards, left = self.index["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -143,8 +144,8 @@ class Latents:
                 return
             try:
                 check(self.path / shards[number]["name"], shards[number])
-            except ValueError as error:
-                raise ValueError(f"{error}; {_REMEDY}") from None
+            except ConfigError as error:
+                raise ConfigError(f"{error}; {_REMEDY}") from None
 
     def name(self, index: int) -> str:
         number = index if self.members is None else int(self.members[index])

@@ -16,6 +16,7 @@ from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
 from dstrain.data.order import permute
 from dstrain.data.rows import packed
+from dstrain.recipe import ConfigError
 
 MOVING = "builtin:moving-fashion"
 MOTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1),
@@ -43,7 +44,7 @@ class MovingFashion:
     def __post_init__(self) -> None:
         side = 2 * min(self.height, self.width) // 3
         if side < 5:
-            raise ValueError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
+            raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
         self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 # four are a pseudorandom permutation for large halves (Luby, Rackoff); small halves mix less each
 # round
 _ROUNDS = 8
@@ -40,8 +42,8 @@ class Order:
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= 1 << 62:
-            raise ValueError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the "
-                             "data set empty?")
+            raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the "
+                              "data set empty?")
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
         """Sample index at stream position(s) >= 0; an int gives an int, an array or CPU tensor
@@ -52,7 +54,7 @@ class Order:
         if not isinstance(position, np.ndarray):
             return int(self.index_at(np.array([position], np.int64))[0])
         if position.size and position.min() < 0:
-            raise ValueError(f"a stream position is at least 0, not {position.min()}")
+            raise ConfigError(f"a stream position is at least 0, not {position.min()}")
         epoch, place = np.divmod(position.astype(np.uint64), np.uint64(self.size))
         return self._permute(epoch, place).astype(np.int64)
 

@@ -22,6 +22,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
 # by content; the other parsers of Pillow stay out of reach
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
@@ -41,7 +43,7 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
     other pixels).
     pixel_cap: more pixels than this in the header is an error before anything is decoded.
     Raises whatever Pillow raises on a broken file, OSError on storage that fails three times,
-    ValueError at the cap.
+    ConfigError at the cap.
     """
     return patiently(lambda: _read(path, image_size, channels, draft, pixel_cap))
 
@@ -70,8 +72,8 @@ def decode(file: BinaryIO, image_size: int, channels: int = 3, draft: bool = Fal
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         with Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > pixel_cap:
-                raise ValueError(f"{image.width} x {image.height} pixels exceed the cap of "
-                                 f"{pixel_cap}")
+                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of "
+                                  f"{pixel_cap}")
             if draft:
                 image.draft(None, (image_size, image_size))
             image.load()
@@ -147,7 +149,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 def read_pictures(path: Path, channels: int) -> Tensor:
     """All pictures of a folder, in the order of their names, or `arr_0` of an .npz as launch/generate.py writes it.
 
-    uint8 (N, channels, H, W). ValueError: no such pictures, or of several sizes, with the remedy.
+    uint8 (N, channels, H, W). ConfigError: no such pictures, or of several sizes, with the remedy.
     """
     path = written(path)
     if path.is_dir():
@@ -155,13 +157,13 @@ def read_pictures(path: Path, channels: int) -> Tensor:
         try:
             sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
             if len(set(sizes.values())) != 1:
-                raise ValueError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give some of one size")
+                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give some of one size")
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
-            raise ValueError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
+            raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
     array = samples_of(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
-        raise ValueError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
+        raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
     pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
     if channels == 1 and pictures.shape[1] == 3:
         grey = (Image.fromarray(picture).convert("L") for picture in array)
@@ -176,10 +178,10 @@ def written(path: Path) -> Path:
 
 
 def samples_of(path: Path) -> np.ndarray:
-    """`arr_0` of an .npz as launch/generate.py writes it. ValueError: there is none."""
+    """`arr_0` of an .npz as launch/generate.py writes it. ConfigError: there is none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["arr_0"]
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
-                         "launch/generate.py writes such a one") from None
+        raise ConfigError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
+                          "launch/generate.py writes such a one") from None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain.data.bad_files import BadSample
+from dstrain.recipe import ConfigError
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
            "text_mask": "text_mask"}              # name in a batch -> folder
@@ -27,7 +28,7 @@ class Table:
     """Arrays of one kind, one after the other: (n, ...) each.
 
     Files below `root` are mapped when they are read, the last _MAPPED of them stay so; without a root `arrays` are
-    kept in memory. ValueError: a shape or dtype that this kind does not have.
+    kept in memory. ConfigError: a shape or dtype that this kind does not have.
     """
 
     def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
@@ -38,12 +39,12 @@ class Table:
         for number, name in enumerate(names):
             array = self.arrays[number] if root is None else mapped(root, name)
             if array.ndim != len(axes) or array.dtype not in kinds:
-                raise ValueError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
-                                 f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
-                                 "reshape it, or make it anew")
+                raise ConfigError(f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
+                                  f"({', '.join(axes)}) of {'bool' if key == 'text_mask' else 'float16 or float32'}; "
+                                  "reshape it, or make it anew")
             if number and array.shape[1:] != self.shape:
-                raise ValueError(f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
-                                 "one encoder made them all?")
+                raise ConfigError(f"data.path: rows of {name} are {array.shape[1:]}, those of {names[0]} {self.shape}: "
+                                  "one encoder made them all?")
             self.shape = array.shape[1:]
             self.lengths.append(len(array))
             self.size += array.nbytes
@@ -80,12 +81,12 @@ class Table:
         return f"{self.names[number]}[{inner}]"
 
     def scan(self) -> None:
-        """ValueError names the first row that cannot be used."""
+        """ConfigError names the first row that cannot be used."""
         for number, name in enumerate(self.names):
             fault = fault_of(as_read(self._array(number)), self.key)
             if fault:
-                raise ValueError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
-                                 "embed it again")
+                raise ConfigError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
+                                  "embed it again")
 
     def add_to(self, digest: Any) -> None:
         for number, name in enumerate(self.names):
@@ -106,18 +107,19 @@ class Table:
 
 
 def mapped(root: Path, name: str) -> np.ndarray:
-    """A .npy file as an array on the disk. ValueError names the file, or the limit that keeps it from being opened."""
+    """A .npy file as an array on the disk. ConfigError names the file, or the limit that keeps it from being opened."""
     try:
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise ValueError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
-                             "(ulimit -n), or set a smaller data.workers") from None
-        raise ValueError(f"data.path: {name} is no readable .npy file ({' '.join(str(error).split())[:150]})") from None
+            raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
+                              "(ulimit -n), or set a smaller data.workers") from None
+        raise ConfigError(f"data.path: {name} is no readable .npy file "
+                          f"({' '.join(str(error).split())[:150]})") from None
     if not isinstance(array, np.ndarray):                      # np.load reads a zip of arrays under any name
-        raise ValueError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
+        raise ConfigError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
     if not array.ndim or not len(array):
-        raise ValueError(f"data.path: {name} holds no rows; remove it")
+        raise ConfigError(f"data.path: {name} holds no rows; remove it")
     return array
 
 
@@ -138,11 +140,11 @@ class Captions:
             try:
                 schema = parquet.ParquetFile(root / name)
             except (OSError, ValueError) as error:               # pyarrow's own errors are ValueErrors
-                raise ValueError(f"data.path: {name} is no readable parquet file ({error})") from None
+                raise ConfigError(f"data.path: {name} is no readable parquet file ({error})") from None
             column = next((column for column in _COLUMNS if column in schema.schema_arrow.names), None)
             if column is None:
-                raise ValueError(f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
-                                 f"{', '.join(schema.schema_arrow.names[:8])}")
+                raise ConfigError(f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
+                                  f"{', '.join(schema.schema_arrow.names[:8])}")
             _require_text(name, schema.schema_arrow.field(column))
             self.columns.append(column)
             lengths.append(schema.metadata.num_rows)
@@ -206,8 +208,8 @@ def _require_text(name: str, field: Any) -> None:
 
     kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)):
-        raise ValueError(f"data.path: column {field.name} of {name} holds {field.type}, and captions are strings: "
-                         "write it anew")
+        raise ConfigError(f"data.path: column {field.name} of {name} holds {field.type}, and captions are strings: "
+                          "write it anew")
 
 
 def _parquet() -> Any:

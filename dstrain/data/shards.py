@@ -34,6 +34,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from dstrain.recipe import ConfigError
+
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
@@ -62,27 +64,27 @@ def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """What a shard says of itself: its facts and, as `hash`, the hash of all. ValueError: its bytes are not whole."""
+    """What a shard says of itself: its facts and, as `hash`, the hash of all. ConfigError: its bytes are not whole."""
     try:
         facts = json.loads(_header(data[:8], data[8:8 + _length(data[:8])])["__metadata__"]["shard"])
         whole = pack(load(data), {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
     if not whole:                                            # no flip hides: the bytes follow from what they say
-        raise ValueError("has altered or missing bytes")
+        raise ConfigError("has altered or missing bytes")
     return facts
 
 
 def check(path: Path, said: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`facts_of` a file, against what an index said of it. ValueError names the file."""
+    """`facts_of` a file, against what an index said of it. ConfigError names the file."""
     try:
         facts = facts_of(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
+        raise ConfigError(f"{path} is missing") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from None
     if said is not None and facts["hash"] != said["hash"]:
-        raise ValueError(f"{path} is another shard than the index was written for")
+        raise ConfigError(f"{path} is another shard than the index was written for")
     return facts
 
 
@@ -103,7 +105,7 @@ def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def mapped(path: Path) -> Arrays:
-    """The arrays of a shard, mapped into memory and read-only. ValueError names a file that is no shard."""
+    """The arrays of a shard, mapped into memory and read-only. ConfigError names a file that is no shard."""
     try:
         with open(path, "rb") as file:
             word = file.read(8)
@@ -117,21 +119,21 @@ def mapped(path: Path) -> Arrays:
                 arrays[name] = content[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return arrays
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise ConfigError(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is no shard, or its header is damaged") from None
+        raise ConfigError(f"{path} is no shard, or its header is damaged") from None
 
 
 def _length(word: bytes) -> int:
     length = int.from_bytes(word, "little")
     if len(word) < 8 or length > 1 << 26:
-        raise ValueError("no safetensors header")
+        raise ConfigError("no safetensors header")
     return length
 
 
 def _header(word: bytes, text: bytes) -> dict[str, Any]:
     if len(text) != _length(word):
-        raise ValueError("a truncated safetensors header")
+        raise ConfigError("a truncated safetensors header")
     return json.loads(text)
 
 
@@ -166,7 +168,7 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
     channels = [moments(a, b, count) for a, b in zip(first, second)]
     mean, std = moments(math.fsum(first), math.fsum(second), count * len(first))
     if not 0 < std < math.inf:
-        raise ValueError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
+        raise ConfigError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
     return {"mean": mean, "std": std, "channel_mean": [mean for mean, _ in channels],
             "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
 
@@ -232,7 +234,7 @@ def strangers(folder: Path) -> list[str]:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The body of a folder's index. ValueError: there is none, it is altered, or of another version's format."""
+    """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
     path = folder / INDEX
     try:
         text = path.read_text(encoding="utf-8")
@@ -240,14 +242,14 @@ def read_index(folder: Path) -> dict[str, Any]:
         whole = text == render(body)
     except FileNotFoundError:
         if (folder / ENCODING).exists():
-            raise ValueError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
-                             "once more, and it goes on where it stopped") from None
-        raise ValueError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
+            raise ConfigError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
+                              "once more, and it goes on where it stopped") from None
+        raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ValueError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
-                         "more, which makes it anew")
+        raise ConfigError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
+                          "more, which makes it anew")
     if body["format"] != FORMAT:
-        raise ValueError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
+        raise ConfigError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
     return body

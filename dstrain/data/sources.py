@@ -13,7 +13,7 @@ from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.videos import open_videos
 from dstrain.ranks import group
-from dstrain.recipe import Codes, Data
+from dstrain.recipe import Codes, ConfigError, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
 _OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems that learn from clips
@@ -22,7 +22,7 @@ _OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems th
 def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
     """The training source and the held-out one, None where a folder holds nothing out. `verify`: compare hashes, too.
 
-    ValueError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
+    ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
@@ -35,8 +35,8 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
     if data.num_frames is not None:
         return _open_clips(data)
     if data.path == MOVING or _holds_videos(data.path):
-        raise ValueError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips of so many "
-                         "frames")
+        raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips of so many "
+                          "frames")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
@@ -51,16 +51,16 @@ def _open_clips(data: Data) -> tuple[Any, Any | None]:
                  "held_out_path": data.held_out_path}
         said = [f"data.{name}" for name, value in given.items() if value]
         if said:
-            raise ValueError(f"{', '.join(said)}: {MOVING} makes its own clips, captions and held-out ones: leave it "
-                             "out")
+            raise ConfigError(f"{', '.join(said)}: {MOVING} makes its own clips, captions and held-out ones: leave it "
+                              "out")
         if data.flip:
-            raise ValueError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
-                             "belie: write data.flip=false")
+            raise ConfigError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
+                              "belie: write data.flip=false")
         size = (data.num_frames, height, data.image_size, data.channels)
         return MovingFashion(*size, "train"), MovingFashion(*size, "held_out")
     if data.path.startswith("builtin:"):
-        raise ValueError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
-                         f"data.path={MOVING}")
+        raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
+                          f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
     common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
@@ -85,18 +85,18 @@ def _holds_videos(path: str) -> bool:
 def open_split(data: Data, split: str) -> Any | None:
     """The train, validation or test split of embedding pairs, None where data.splits gives it nothing.
 
-    ValueError as `open_pairs`, and for data that have no such splits.
+    ConfigError as `open_pairs`, and for data that have no such splits.
     """
     if not is_embeddings(data.path):
-        raise ValueError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
-                         "images have train and held_out")
+        raise ConfigError(f"data.path={data.path} has no split {split}: only embedding pairs are split by data.splits; "
+                          "images have train and held_out")
     return open_pairs(data.path, data.splits, split, group.place().world)
 
 
 def completed(data: Data) -> Data:
     """The section with what the index of a cache says in `codes`; None there for images and videos.
 
-    ValueError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
+    ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
@@ -108,14 +108,14 @@ def completed(data: Data) -> Data:
         given = getattr(data, key) or of_images.get(key)
         wanted = encoding.get(key, of_images.get(key))
         if given != wanted:
-            raise ValueError(f"data.{key}={given}: {data.path} was encoded from {'clips' if videos else 'images'} of "
-                             f"{key} {wanted}; write data.{key}={'null' if wanted is None else wanted}")
+            raise ConfigError(f"data.{key}={given}: {data.path} was encoded from {'clips' if videos else 'images'} of "
+                              f"{key} {wanted}; write data.{key}={'null' if wanted is None else wanted}")
     if data.flip and videos:
-        raise ValueError(f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; write "
-                         "data.flip=false")
+        raise ConfigError(f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
+                          "write data.flip=false")
     if data.flip and encoding["flips"] == 1:
-        raise ValueError(f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode "
-                         "without --no-flip")
+        raise ConfigError(f"data.flip=true: {data.path} holds no mirrored images; write data.flip=false, or encode "
+                          "without --no-flip")
     text = encoding.get("text") or {}
     codes = Codes(kind=encoding["kind"], shape=encoding["shape"], flips=encoding["flips"],
                   scaling_factor=index["statistics"].get("scaling_factor"), first_stage=encoding["first_stage"],
@@ -125,32 +125,32 @@ def completed(data: Data) -> Data:
 
 
 def require_kind(data: Data, system: str, fields: Collection[str]) -> None:
-    """ValueError where a system, by the fields of its section, does not learn from what the (completed) data hold."""
+    """ConfigError where a system, by the fields of its section, does not learn from what the (completed) data hold."""
     clips = bool(_OF_CLIPS & set(fields))
     if data.codes is not None and "codes" not in fields:
         kind, of_videos = "clips" if clips else "images", len(data.codes.shape) == 3
         learner = "dit" if data.codes.kind == "latents" else "phenaki" if of_videos else None
-        raise ValueError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from {kind}: give "
-                         f"a folder of {kind}" + (f", or system={learner}" if learner else ""))
+        raise ConfigError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from {kind}: "
+                          f"give a folder of {kind}" + (f", or system={learner}" if learner else ""))
     if not clips and "image_embed_dim" not in fields and (data.path == MOVING or _holds_videos(data.path)):
-        raise ValueError(f"data.path={data.path} holds videos, and {system} learns from images: give a folder of "
-                         "images, or choose system=phenaki.tokenizer or phenaki")
+        raise ConfigError(f"data.path={data.path} holds videos, and {system} learns from images: give a folder of "
+                          "images, or choose system=phenaki.tokenizer or phenaki")
     # A system with its own num_frames takes plain images, too.
     if clips and "num_frames" not in fields and data.codes is None and data.num_frames is None:
-        raise ValueError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
+        raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
     if data.num_frames is not None and not clips:
-        raise ValueError(f"data.num_frames={data.num_frames}: {system} learns from images, not from clips: leave it "
-                         "out, or choose system=phenaki.tokenizer or phenaki")
+        raise ConfigError(f"data.num_frames={data.num_frames}: {system} learns from images, not from clips: leave it "
+                          "out, or choose system=phenaki.tokenizer or phenaki")
     pairs = is_embeddings(data.path)
     if pairs and "image_embed_dim" not in fields:
-        raise ValueError(f"data.path={data.path} holds embedding pairs, and {system} learns from images: give a folder "
-                         "of images, or system=prior")
+        raise ConfigError(f"data.path={data.path} holds embedding pairs, and {system} learns from images: give a "
+                          "folder of images, or system=prior")
     if not pairs and "image_embed_dim" in fields and (Path(data.path).exists() or data.path.startswith("builtin:")):
-        raise ValueError(f"data.path={data.path} holds no embedding pairs, from which alone {system} learns: give a "
-                         f"folder with img_emb/ and text_emb/, or {BUILTIN}")
+        raise ConfigError(f"data.path={data.path} holds no embedding pairs, from which alone {system} learns: give a "
+                          f"folder with img_emb/ and text_emb/, or {BUILTIN}")
     if pairs and (data.held_out or data.held_out_path):
-        raise ValueError("data.held_out and data.held_out_path are for images: embedding pairs are split by "
-                         "data.splits")
+        raise ConfigError("data.held_out and data.held_out_path are for images: embedding pairs are split by "
+                          "data.splits")
 
 
 def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
@@ -158,16 +158,16 @@ def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
         train = Latents(data.path, "train", data.held_out)
         return train, Latents(data.path, "held_out", data.held_out) if data.held_out else None
     if not is_encoded(data.held_out_path):
-        raise ValueError(f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
-                         "encode the held-out images with the same first stage")
+        raise ConfigError(f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
+                          "encode the held-out images with the same first stage")
     train, unseen = Latents(data.path), Latents(data.held_out_path)
     for key in ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
                 "text"):
         ours, theirs = train.encoding.get(key), unseen.encoding.get(key)
         if ours != theirs:
-            raise ValueError(f"data.held_out_path={data.held_out_path} has {key} {theirs}, data.path={data.path} has "
-                             f"{ours}: encode both alike")
+            raise ConfigError(f"data.held_out_path={data.held_out_path} has {key} {theirs}, data.path={data.path} has "
+                              f"{ours}: encode both alike")
     if unseen.classes != train.classes:
-        raise ValueError(f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
-                         f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes")
+        raise ConfigError(f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
+                          f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes")
     return train, unseen

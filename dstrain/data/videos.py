@@ -28,6 +28,7 @@ from dstrain.data.clips import Cut, Listing, PICTURES, VIDEOS, read_clip
 from dstrain.data.images import Names, few, is_held, list_folder, some_of, weighed
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
+from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
 _LISTINGS = 1 << 15                               # kept by a process: some 100 bytes a clip, and 100 a keyframe
@@ -41,7 +42,7 @@ def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: f
     split: "train" or "held_out". held_out: fraction of the folder that is held out, by the hash of the relative path.
     held_out_path: a second folder that is the held-out split instead, with its own captions file of the same name.
     captions: a captions file. images: a folder of images that are image_share of the training samples.
-    Raises ValueError with the path and the remedy.
+    Raises ConfigError with the path and the remedy.
     """
     if held_out_path is None:
         source = Videos(path, cut, split, held_out, captions)
@@ -51,8 +52,8 @@ def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: f
             there = None if captions is None else Path(held_out_path) / Path(captions).name
             unseen = Videos(held_out_path, cut, "all", 0.0, there, source.classes, key="data.held_out_path")
             if source.captioned and not unseen.captioned:
-                raise ValueError(f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
-                                 "X.txt beside each X.mp4 there, too")
+                raise ConfigError(f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
+                                  "X.txt beside each X.mp4 there, too")
             return unseen
     if split == "held_out" or images is None:
         return source
@@ -86,8 +87,8 @@ class Videos:
         if self.classes and found:
             unknown = [name for name in found if name not in self.classes]
             if unknown:
-                raise ValueError(f"{self.key}={self.path}: class folders {few(unknown)} are not among the classes of "
-                                 f"data.path ({few(self.classes)}): rename or remove them")
+                raise ConfigError(f"{self.key}={self.path}: class folders {few(unknown)} are not among the classes of "
+                                  f"data.path ({few(self.classes)}): rename or remove them")
             labels = np.array([self.classes.index(name) for name in found], np.int32)[labels]
         self.classes = self.classes or found
         self.beside = texts == "beside"
@@ -95,8 +96,8 @@ class Videos:
             held = np.fromiter((is_held(name, self.held_out) for name in names), bool, len(names))
             keep = np.flatnonzero(held if self.split == "held_out" else ~held)
             if not len(keep):
-                raise ValueError(f"{self.path}: data.held_out={self.held_out} leaves no clip of {len(names)} for the "
-                                 f"{self.split} split: choose another fraction or give data.held_out_path")
+                raise ConfigError(f"{self.path}: data.held_out={self.held_out} leaves no clip of {len(names)} for the "
+                                  f"{self.split} split: choose another fraction or give data.held_out_path")
             names, labels = [names[i] for i in keep], labels[keep]
         self.names, self.labels = Names(names), labels
         self.texts = Names([texts[name] for name in names]) if isinstance(texts, dict) else None
@@ -140,7 +141,7 @@ class Videos:
         if self.beside:
             caption = (self.path / name).with_suffix(".txt").read_text(encoding="utf-8").strip()
             if not caption:
-                raise ValueError("its caption is empty")
+                raise ConfigError("its caption is empty")
             return caption
         if self.texts is not None:
             return self.texts[index]
@@ -240,7 +241,8 @@ def _one_a_name(root: Path, names: list[str]) -> None:
     for name in names:
         other = stems.setdefault(os.path.splitext(name)[0], name)
         if other != name:
-            raise ValueError(f"{root}: {other} and {name} have one name: which is the clip? Remove or rename the other")
+            raise ConfigError(f"{root}: {other} and {name} have one name: which is the clip? Remove or rename the "
+                              "other")
 
 
 # ------------------------------------------------------------------------------------------------------------- captions
@@ -252,12 +254,12 @@ def _captions(root: Path, names: list[str], file: Path | None) -> dict[str, str]
         texts = read_captions(file)
         missing = [name for name in names if name not in texts]
         if missing:
-            raise ValueError(f"data.captions={file}: no caption of {few(missing, 1)}, of {len(names)} clips in {root}: "
-                             "write a line for each")
+            raise ConfigError(f"data.captions={file}: no caption of {few(missing, 1)}, of {len(names)} clips in "
+                              f"{root}: write a line for each")
         superfluous = sorted(set(texts) - set(names))
         if superfluous:
-            raise ValueError(f"data.captions={file}: {few(superfluous, 1)} not among the {len(names)} clips in "
-                             f"{root}: put the files there, or take out the lines")
+            raise ConfigError(f"data.captions={file}: {few(superfluous, 1)} not among the {len(names)} clips in "
+                              f"{root}: put the files there, or take out the lines")
         return texts
     texts_in: dict[str, set[str]] = {}            # by one look at each folder, not one at each file
     without = []
@@ -270,13 +272,13 @@ def _captions(root: Path, names: list[str], file: Path | None) -> dict[str, str]
     if len(without) == len(names):
         return None
     if without:
-        raise ValueError(f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
-                         "or remove the clip; clips have captions all or none")
+        raise ConfigError(f"{root}: no .txt with a caption beside {few(without, 1)}, of {len(names)} clips: write it, "
+                          "or remove the clip; clips have captions all or none")
     return "beside"
 
 
 def read_captions(file: Path) -> dict[str, str]:
-    """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ValueError names the line that is wrong."""
+    """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ConfigError names the line that is wrong."""
     where = f"data.captions={file}"
     try:
         with open(file, encoding="utf-8-sig", newline="") as lines:
@@ -289,14 +291,14 @@ def read_captions(file: Path) -> dict[str, str]:
                 rows = [(number, *(line.rstrip("\r\n").split("\t", 1) + [None])[:2])
                         for number, line in enumerate(lines, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     texts: dict[str, str] = {}
     for number, name, caption in rows:
         if not isinstance(name, str) or not isinstance(caption, str) or not name or not caption.strip():
-            raise ValueError(f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv or "
-                             ".jsonl with `file` and `caption`")
+            raise ConfigError(f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "
+                              "or .jsonl with `file` and `caption`")
         if name in texts:
-            raise ValueError(f"{where}, line {number}: {name} a second time; keep one")
+            raise ConfigError(f"{where}, line {number}: {name} a second time; keep one")
         texts[name] = caption.strip().encode("utf-8", "replace").decode()
     return texts
 

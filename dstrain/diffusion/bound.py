@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
+from dstrain.recipe import ConfigError
 
 
 def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, key: Tensor,
@@ -18,11 +19,11 @@ def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tenso
     total, prior (B,) and vb (B, K) in bits per dimension, total = prior + sum of vb; mse (of eps), x_start_mse (B, K);
     timestep int64 (B, K), the timestep of the original chain that a column belongs to, ascending. K = num_steps, None
     takes the whole chain. The noise of a sample is a function of its key and K: draw i, from the last timestep down, is
-    the stream bound/{i}. K calls of the network. ValueError: more steps than the chain has.
+    the stream bound/{i}. K calls of the network. ConfigError: more steps than the chain has.
     """
     whole = diffusion.num_timesteps
     if num_steps is not None and not 1 <= num_steps <= whole:
-        raise ValueError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
+        raise ConfigError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
     chain = diffusion if num_steps in (None, whole) else diffusion.respaced(str(num_steps))
     noise = lambda i: rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
     terms = chain.bits_per_dim(network, x_start, noise, progress=progress)

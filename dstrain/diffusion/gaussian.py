@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean_flat, normal_kl
+from dstrain.recipe import ConfigError
 
 Network = Callable[[Tensor, Tensor], Tensor]
 Noise = Callable[[int], Tensor]                   # the i-th draw, i = 0, 1, ...
@@ -52,10 +53,10 @@ class GaussianDiffusion:
         for key, value, known in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
                                   ("loss", loss, LOSSES)):
             if value not in known:
-                raise ValueError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
+                raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
         if prediction == "eps" and betas[-1] == 1:
-            raise ValueError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
-                             "leaves noise alone; take prediction v, another schedule, or another number of steps")
+            raise ConfigError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
+                              "leaves noise alone; take prediction v, another schedule, or another number of steps")
         self.num_timesteps = len(betas)
         self.prediction, self.variance, self.loss = prediction, variance, loss
         self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)
@@ -83,8 +84,8 @@ class GaussianDiffusion:
         if not self.learns_variance:
             return out, None
         if out.shape[1] != 2 * x_t.shape[1]:
-            raise ValueError(f"variance: {self.variance} needs a network with {2 * x_t.shape[1]} output channels, "
-                             f"this one has {out.shape[1]}; set learn_sigma, or a fixed variance")
+            raise ConfigError(f"variance: {self.variance} needs a network with {2 * x_t.shape[1]} output channels, "
+                              f"this one has {out.shape[1]}; set learn_sigma, or a fixed variance")
         prediction, values = out.chunk(2, dim=1)
         return prediction, values
 

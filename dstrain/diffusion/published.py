@@ -8,6 +8,7 @@ from typing import Any
 
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.schedule import BETA_END, BETA_START
+from dstrain.recipe import ConfigError
 
 PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}       # ours -> diffusers'
 
@@ -15,11 +16,11 @@ PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}      
 def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
     """What DDIMScheduler and DDPMScheduler share; `schedule` names the betas, `clip` keeps x_start in [-1, 1].
 
-    ValueError: a prediction that they do not know.
+    ConfigError: a prediction that they do not know.
     """
     if diffusion.prediction not in PREDICTIONS:
-        raise ValueError(f"prediction: {diffusion.prediction} has no prediction_type in diffusers' schedulers, which "
-                         f"know {', '.join(PREDICTIONS)} by other names; take --format safetensors")
+        raise ConfigError(f"prediction: {diffusion.prediction} has no prediction_type in diffusers' schedulers, which "
+                          f"know {', '.join(PREDICTIONS)} by other names; take --format safetensors")
     count = diffusion.num_timesteps
     found = {"num_train_timesteps": count, "prediction_type": PREDICTIONS[diffusion.prediction], "clip_sample": clip}
     if schedule == "linear":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, at_boundary
+from dstrain.recipe import ConfigError
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
          clip_denoised: bool = False, progress: Progress = iter) -> Tensor:
     """x_start from noise x (B, C, ...): eta 0 is a deterministic map that needs no noise, eta 1 is as noisy as DDPM."""
     if eta and noise is None:
-        raise ValueError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
+        raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
     for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.eps_of(x_start, x, t)

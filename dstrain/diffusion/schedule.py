@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd", "quadratic",
              "sigmoid")
 
@@ -26,11 +28,11 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     """The schedule `name` over `num_timesteps` steps: float64 (T,).
 
     `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; the others
-    of DDPM keep their end points, as published. Raises ValueError for an unknown name, or where the scaling leaves
+    of DDPM keep their end points, as published. Raises ConfigError for an unknown name, or where the scaling leaves
     (0, 1].
     """
     if num_timesteps < 1:
-        raise ValueError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
+        raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
     scale = 1000 / num_timesteps
     if name == "linear":
         table = _line(scale * BETA_START, scale * BETA_END, num_timesteps)
@@ -49,10 +51,10 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     elif name == "jsd":                           # 1/T, 1/(T-1), ..., 1
         table = 1 / _line(num_timesteps, 1, num_timesteps)
     else:
-        raise ValueError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
     if not bool(((table > 0) & (table <= 1)).all()):
-        raise ValueError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
-                         f"{float(table.max()):.3g}; take more steps or the cosine schedule")
+        raise ConfigError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
+                          f"{float(table.max()):.3g}; take more steps or the cosine schedule")
     return table
 
 
@@ -79,7 +81,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
     `spec` is "" for all, "250" for one section of 250 (first and last step kept), "10,15,20" (or a list) for equal
     sections of the chain with so many each, "ddim50" for every (T / 50)-th step from 0 on.
-    Raises ValueError where a section holds fewer steps than are asked of it, or no integer stride gives N.
+    Raises ConfigError where a section holds fewer steps than are asked of it, or no integer stride gives N.
     """
     if isinstance(spec, str) and spec.startswith("ddim"):
         return _strided(num_timesteps, int(spec.removeprefix("ddim")))
@@ -90,8 +92,8 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     for section, count in enumerate(spec):
         length = size + (section < larger)
         if not 0 < count <= length:
-            raise ValueError(f"respacing: section {section} has {length} timesteps, {count} were asked of it; "
-                             f"ask for 1 to {length}")
+            raise ConfigError(f"respacing: section {section} has {length} timesteps, {count} were asked of it; "
+                              f"ask for 1 to {length}")
         stride = (length - 1) / (count - 1) if count > 1 else 1.0
         # The stride is summed, not multiplied: published chains were rounded from this very sum.
         places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
@@ -104,8 +106,8 @@ def _strided(num_timesteps: int, count: int) -> list[int]:
     for stride in range(1, num_timesteps + 1):
         if len(range(0, num_timesteps, stride)) == count:
             return list(range(0, num_timesteps, stride))
-    raise ValueError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as ddim{count} asks; "
-                     f"take a divisor of {num_timesteps}, or '{count}' without ddim")
+    raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as ddim{count} asks; "
+                      f"take a divisor of {num_timesteps}, or '{count}' without ddim")
 
 
 def has_stride(num_timesteps: int, count: int) -> bool:

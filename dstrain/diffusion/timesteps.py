@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 
 Array = np.ndarray | Tensor
 
@@ -43,8 +45,8 @@ class TimestepSampler(ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}; "
-                             "choose the timestep sampler that it was made with")
+            raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}; "
+                              "choose the timestep sampler that it was made with")
 
 
 class UniformSampler(TimestepSampler):
@@ -179,8 +181,8 @@ class LossSecondMomentSampler(TimestepSampler):
         shape = (self.num_timesteps, self.history_per_term)
         if set(state) != {"history", "seen"} or state["history"].shape != shape:
             found = tuple(state["history"].shape) if "history" in state else "none"
-            raise ValueError(f"timestep history: (timesteps, losses of each) {found} in the checkpoint, {shape} in "
-                             "this run; keep num_steps and the timestep sampler that it was made with")
+            raise ConfigError(f"timestep history: (timesteps, losses of each) {found} in the checkpoint, {shape} in "
+                              "this run; keep num_steps and the timestep sampler that it was made with")
         self._history[:, :-1] = state["history"].to(self._history).t()
         self._seen[:-1] = state["seen"].to(self._seen)
         self._refresh()

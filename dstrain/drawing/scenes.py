@@ -124,7 +124,7 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
 def _of_npz(path: Path, data: Data) -> Iterator[Tensor]:
     try:
         array = samples_of(path)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"--prime {error}") from None
     array = array[:, None] if array.ndim == 4 else array
     size = _size(data)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.recipe import ConfigError
 
 # Of AutoencoderKL's config, what decides the codes, and what it says by default. Only what differs goes into a
 # fingerprint, so that no key that a later diffusers adds, or an earlier one lacks, makes another first stage of it.
@@ -36,7 +37,7 @@ class Autoencoder(nn.Module):
     shift           None.
 
     Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
-    Raises ValueError where nothing can be loaded from `path`. Pickled weights are not read.
+    Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
     """
 
     def __init__(self, path: str, scaling_factor: float | None = None, shift: float | None = None) -> None:
@@ -125,12 +126,12 @@ def _load(path: str) -> nn.Module:
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "vae").is_dir():
         folder = folder / "vae"
     if not folder.is_dir() and not _on_hub(path):
-        raise ValueError(f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
-                         f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
-                         "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse")
+        raise ConfigError(f"first_stage.path: there is no folder {path}; export one first with launch/export.py RUN "
+                          f"--out {path}, save one there with AutoencoderKL.from_pretrained(NAME).save_pretrained"
+                          "(FOLDER), or give a name on the hub, as stabilityai/sd-vae-ft-mse")
     try:
         return AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else path, use_safetensors=True,
                                              low_cpu_mem_usage=False)          # else a warning about accelerate
     except (OSError, ValueError) as error:
-        raise ValueError(f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
-                         "with config.json and *.safetensors, or a hub name that this machine can reach") from error
+        raise ConfigError(f"first_stage.path: no AutoencoderKL can be loaded from {path!r} ({error}); give a folder "
+                          "with config.json and *.safetensors, or a hub name that this machine can reach") from error

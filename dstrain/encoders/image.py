@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dstrain.encoders.text import one_line, require_place
+from dstrain.recipe import ConfigError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -19,7 +20,7 @@ class ImageEncoder(nn.Module):
             deviation than CLIP's), or a name on the hub.
 
     Attributes: embed_dim (D), image_size (side of the square that it takes, pixels).
-    Raises ValueError where nothing can be loaded from `path`.
+    Raises ConfigError where nothing can be loaded from `path`.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,12 +62,13 @@ def _load(path: str) -> tuple[nn.Module, nn.Module]:
         kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:
-            raise ValueError(f"it is of type {kind}, and only CLIP is known here")
+            raise ConfigError(f"it is of type {kind}, and only CLIP is known here")
         model = kinds[kind].from_pretrained(path, use_safetensors=True)
         return model.vision_model, model.visual_projection
     except (OSError, ValueError) as error:
-        raise ValueError(f"image_encoder: no CLIP model can be loaded from {path!r} ({one_line(error)}); give a folder "
-                         "with config.json and *.safetensors, or a hub name that this machine can reach") from error
+        raise ConfigError(f"image_encoder: no CLIP model can be loaded from {path!r} ({one_line(error)}); give a "
+                          "folder with config.json and *.safetensors, or a hub name that this machine can "
+                          "reach") from error
 
 
 def _preprocessing(path: str) -> dict:

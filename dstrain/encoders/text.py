@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import fingerprint
+from dstrain.recipe import ConfigError
 
 
 class TextEncoder(nn.Module):
@@ -26,7 +27,7 @@ class TextEncoder(nn.Module):
     max_length  tokens that are read, padding included; None means what the encoder takes, at most 256.
 
     Attributes: embed_dim (D), encodings_dim (E), max_length (L).
-    Raises ValueError where nothing can be loaded from `path`.
+    Raises ConfigError where nothing can be loaded from `path`.
     """
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
@@ -38,8 +39,8 @@ class TextEncoder(nn.Module):
         config = self.model.config
         longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)      # T5 has no such bound
         if max_length is not None and max_length > longest:
-            raise ValueError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}: give no "
-                             "more")
+            raise ConfigError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}: give no "
+                              "more")
         self.max_length = max_length or longest
         self.encodings_dim = config.hidden_size
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
@@ -101,29 +102,29 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
             return model.text_model, model.text_projection, tokenizer
         return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
     except (OSError, ValueError) as error:
-        raise ValueError(f"text_encoder: no text encoder can be loaded from {path!r} ({one_line(error)}); give a "
-                         "folder with config.json, *.safetensors and the tokenizer's files, or a hub name that this "
-                         "machine can reach") from error
+        raise ConfigError(f"text_encoder: no text encoder can be loaded from {path!r} ({one_line(error)}); give a "
+                          "folder with config.json, *.safetensors and the tokenizer's files, or a hub name that this "
+                          "machine can reach") from error
 
 
 def _require_padding(tokenizer: Any, path: str) -> None:
     """Texts are filled up behind their end, by the end's own token where there is no other: a mask hides it."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ValueError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to fill up short "
-                         "texts with; name one as pad_token in its tokenizer_config.json")
+        raise ConfigError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to fill up short "
+                          "texts with; name one as pad_token in its tokenizer_config.json")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
 
 
 def _pooling(path: str) -> str:
-    """How a sentence encoder makes one vector of its token states: mean or cls. ValueError: in another way."""
+    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: in another way."""
     modules = _said(path, "modules.json") or []
     others = [kind for kind in (str(module.get("type", "")).rpartition(".")[2] for module in modules)
               if kind not in ("Transformer", "Pooling", "Normalize")]
     if others:
-        raise ValueError(f"text_encoder: {path} ends with a layer of kind {others[0]} (modules.json), which is not "
-                         "read here; take an encoder without it")
+        raise ConfigError(f"text_encoder: {path} ends with a layer of kind {others[0]} (modules.json), which is not "
+                          "read here; take an encoder without it")
     said = _said(path, "1_Pooling/config.json")
     if said is None:
         return "mean"
@@ -132,8 +133,8 @@ def _pooling(path: str) -> str:
     known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_mean": "mean",
              "pooling_mode_cls": "cls"}
     if len(modes) != 1 or modes[0] not in known:
-        raise ValueError(f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of all "
-                         "tokens or the first one (cls) is known here; take another encoder")
+        raise ConfigError(f"text_encoder: 1_Pooling/config.json of {path} says {', '.join(modes)}; only the mean of "
+                          "all tokens or the first one (cls) is known here; take another encoder")
     return known[modes[0]]
 
 
@@ -146,13 +147,13 @@ def _said(path: str, name: str) -> Any:
     try:
         return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError:
-        raise ValueError(f"text_encoder: {name} of {path} is no JSON; fetch it again") from None
+        raise ConfigError(f"text_encoder: {name} of {path} is no JSON; fetch it again") from None
 
 
 def require_place(key: str, path: str, content: str) -> None:
-    """ValueError where `path` is meant as a folder and there is none; what is no path is taken as a name on the hub."""
+    """ConfigError where `path` looks like a folder and there is none; other words are names on the hub."""
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        raise ValueError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
+        raise ConfigError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
 
 
 def one_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ from dstrain.engine.masters import MOMENTS, failing_together, for_tools
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
 from dstrain.ranks import group
-from dstrain.recipe import Save
+from dstrain.recipe import ConfigError, Save
 
 COMMON = "common.safetensors"
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -57,15 +57,15 @@ class Checkpoints:
     def resume(self) -> int:
         """Loads the newest checkpoint that verifies; its step, 0 where there is none.
 
-        ValueError: checkpoints are there and none verifies, or they do not fit these networks.
+        ConfigError: checkpoints are there and none verifies, or they do not fit these networks.
         """
         steps = group.from_first(self.store.steps())
         if not steps:
             return 0
         newest = self.store.newest(self.saver.report)
         if newest is None:
-            raise ValueError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
-                             "above, restore one, or begin anew with --from-scratch")
+            raise ConfigError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
+                              "above, restore one, or begin anew with --from-scratch")
         self.saver.newest, path = newest
         self.load(path)
         return self.saver.newest
@@ -156,14 +156,14 @@ class Checkpoints:
             common = {name: file.get_tensor(name) for name in file.keys()}
             counters = json.loads(file.metadata()["counters"])
         if counters.keys() != self._engines.keys():
-            raise ValueError(f"{path} holds the networks {', '.join(counters)}; this run trains "
-                             f"{', '.join(self._engines)}: set the model section as it was, or begin anew with "
-                             "--from-scratch")
+            raise ConfigError(f"{path} holds the networks {', '.join(counters)}; this run trains "
+                              f"{', '.join(self._engines)}: set the model section as it was, or begin anew with "
+                              "--from-scratch")
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
             self._system.load_state_dict(_within(common, "system/"))
-        except ValueError as error:               # only after --allow-change: the recipe is compared before
+        except ConfigError as error:               # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
 
@@ -204,26 +204,26 @@ class Checkpoints:
         engine, world = self._engines[part], manifest(path)["world"]
         here = engine.zero_optimization_stage()
         if (stage, world) != (here, group.world()):
-            raise ValueError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
-                             f"such a checkpoint resumes only there; here are stage {here} and {group.world()} ranks. "
-                             "Go on there with save.format=fragments: its next checkpoint goes on anywhere")
+            raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
+                              f"such a checkpoint resumes only there; here are stage {here} and {group.world()} ranks. "
+                              "Go on there with save.format=fragments: its next checkpoint goes on anywhere")
         loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
         if loaded is None:
-            raise ValueError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
+            raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
 
 
 def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tensor]:
     """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
 
-    `kind` is master or ema.DECAY. ValueError: no such part or kind.
+    `kind` is master or ema.DECAY. ConfigError: no such part or kind.
     """
     with Shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
-            raise ValueError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
-                             f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA "
-                             "where there is one")
+            raise ConfigError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
+                              f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA "
+                              "where there is one")
         if kind not in shards.kinds():
-            raise ValueError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
+            raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
     with safe_open(path / COMMON, "pt") as file:
         prefix = f"buffer/{part}/"
@@ -260,6 +260,6 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _same_names(path: Path, part: str, saved: dict[str, tuple], wanted: dict[str, tuple]) -> None:
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
-            raise ValueError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
-                             f"{wanted.get(name, 'absent')} here; set the model section as it was, or begin anew with "
-                             "--from-scratch")
+            raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
+                              f"{wanted.get(name, 'absent')} here; set the model section as it was, or begin anew with "
+                              "--from-scratch")

@@ -23,6 +23,7 @@ from typing import Any
 
 from dstrain.engine import torch_files
 from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored
+from dstrain.recipe import ConfigError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -47,7 +48,7 @@ class Checkpoint:
 def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     """The folder of one tag: `path` itself, or below it the one named, in `latest`, or alone. None: no checkpoint.
 
-    ValueError: no such tag, or several to choose from.
+    ConfigError: no such tag, or several to choose from.
     """
     if not path.is_dir():
         return None
@@ -63,39 +64,39 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     if wanted is None and len(tags) == 1:
         wanted = tags[0]
     if wanted is None:
-        raise ValueError(f"{path} holds several checkpoints and no file latest that names one: choose with "
-                         f"--tag {' | '.join(tags)}")
+        raise ConfigError(f"{path} holds several checkpoints and no file latest that names one: choose with "
+                          f"--tag {' | '.join(tags)}")
     if wanted not in tags:
-        raise ValueError(f"{said} {wanted}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
+        raise ConfigError(f"{said} {wanted}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
     return path / wanted
 
 
 def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     """The weights of a tag's folder, to be written as `dtype`; buffers keep their type, or become float32.
 
-    ValueError: not whole, of a kind that cannot be merged, or its pickles ask for classes and `trusted` is False.
+    ConfigError: not whole, of a kind that cannot be merged, or its pickles ask for classes and `trusted` is False.
     """
     optimizers, models = _ranked(folder)
     contents = {path: torch_files.load(path) for path in (*models.values(), *optimizers.values())}
     asked = sorted(set().union(*(content.asked for content in contents.values())))
     if asked and not trusted:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
-        raise ValueError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
-                         "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
+        raise ConfigError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
+                          "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
     for paths, key in ((optimizers, "optimizer_state_dict"), (models, "module")):
         for path in paths.values():
             value = contents[path].value
             if not isinstance(value, dict) or key not in value:
-                raise ValueError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another "
-                                 "folder")
+                raise ConfigError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another "
+                                  "folder")
     try:
         states = {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
             _complete(folder, optimizers, models, states)
         found = _merged(folder, {rank: contents[path].value for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
-                         f"({type(error).__name__}: {error})") from None
+        raise ConfigError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
+                          f"({type(error).__name__}: {error})") from None
     sums: dict[Path, list[tuple[Span, int]]] = {}
     for path, content in contents.items():
         sums[path] = sorted(content.sums.items(), key=lambda pair: pair[0].offset)
@@ -117,22 +118,22 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     for name in files(folder):
         for pattern, reason in _STRANGE.items():
             if pattern.fullmatch(name):
-                raise ValueError(f"{folder}: {name} {reason}; only data-parallel checkpoints are merged here: see "
-                                 "DeepSpeed's ds_to_universal.py")
+                raise ConfigError(f"{folder}: {name} {reason}; only data-parallel checkpoints are merged here: see "
+                                  "DeepSpeed's ds_to_universal.py")
         for pattern, found in ((_OPTIMIZER, optimizers), (_MODEL, models)):
             if match := pattern.fullmatch(name):
                 other = found.setdefault(int(match[1] or 0), folder / name).name
                 if int(match[2]):
                     parallel.append(name)
                 elif other != name:
-                    raise ValueError(f"{folder} holds {other} and {name}, of one rank: remove those of the older run")
+                    raise ConfigError(f"{folder} holds {other} and {name}, of one rank: remove those of the older run")
     if parallel:
-        raise ValueError(f"{folder}: {parallel[0]} is of a tensor-parallel run (mp_rank above 0), whose slices only "
-                         "the network's own rules put together: see DeepSpeed's ds_to_universal.py")
+        raise ConfigError(f"{folder}: {parallel[0]} is of a tensor-parallel run (mp_rank above 0), whose slices only "
+                          "the network's own rules put together: see DeepSpeed's ds_to_universal.py")
     if 0 not in models:
         example = next((path.name for path in optimizers.values()), "")
-        raise ValueError(f"{folder} lacks mp_rank_00_model_states.pt (stage 3: "
-                         "zero_pp_rank_0_mp_rank_00_model_states.pt)" + (f"; it holds {example}" if example else ""))
+        raise ConfigError(f"{folder} lacks mp_rank_00_model_states.pt (stage 3: "
+                          "zero_pp_rank_0_mp_rank_00_model_states.pt)" + (f"; it holds {example}" if example else ""))
     return optimizers, models
 
 
@@ -140,16 +141,16 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or int(first.get("mp_world_size") or 1) > 1:
-        raise ValueError(f"{folder} is of a pipeline- or tensor-parallel run (mp_world_size "
-                         f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
-                         "ds_to_universal.py")
+        raise ConfigError(f"{folder} is of a pipeline- or tensor-parallel run (mp_world_size "
+                          f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
+                          "ds_to_universal.py")
     sharded = any("fp32_flat_groups" in state for state in states.values())
     if states:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
         trained = dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
     elif first.get("param_shapes"):
-        raise ValueError(f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
-                         "ZeRO keeps the fp32 weights: copy them here")
+        raise ConfigError(f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
+                          "ZeRO keeps the fp32 weights: copy them here")
     else:
         trained = _stage0(folder, module, buffers)
     frozen = dict(_frozen(folder, models, sharded))
@@ -173,7 +174,8 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
             source, written = value, "F32" if value.dtype in ("BF16", "F16") and name in buffers else value.dtype
             written = written if name in buffers else dtype    # else frozen at stage 1, where no list names them
         elif isinstance(value, Stored):
-            raise ValueError(f"{folder}: {name} is in the network, and neither trained, frozen, tied nor a buffer here")
+            raise ConfigError(f"{folder}: {name} is in the network, and neither trained, frozen, tied nor a buffer "
+                              "here")
         else:
             left_out.append(name)                              # extra state: objects that are no tensors
             continue
@@ -186,7 +188,7 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
 
 def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path],
               states: Mapping[int, Any]) -> None:
-    """ValueError: a rank's file is missing, or one of another world size lies there."""
+    """ConfigError: a rank's file is missing, or one of another world size lies there."""
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
     if not 0 < world < 1 << 20:
@@ -196,12 +198,12 @@ def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int,
         rank, name = next((rank, path.name) for rank, path in found.items())
         missing = [name.replace(f"pp_rank_{rank}_", f"pp_rank_{n}_") for n in range(world) if n not in found]
         if missing:
-            raise ValueError(f"{folder} lacks {', '.join(missing[:5])}: {len(found)} of {world} ranks are there")
+            raise ConfigError(f"{folder} lacks {', '.join(missing[:5])}: {len(found)} of {world} ranks are there")
         if len(found) > world:
-            raise ValueError(f"{folder} holds files of {len(found)} ranks, and was written by {world} at last: remove "
-                             f"{name.replace(f'pp_rank_{rank}_', f'pp_rank_{world}_')} and those above")
+            raise ConfigError(f"{folder} holds files of {len(found)} ranks, and was written by {world} at last: remove "
+                              f"{name.replace(f'pp_rank_{rank}_', f'pp_rank_{world}_')} and those above")
     if any("ds_zero_partition_groups" in state for state in states.values()):
-        raise ValueError(f"{folder} is partitioned over groups of experts: see DeepSpeed's ds_to_universal.py")
+        raise ConfigError(f"{folder} is partitioned over groups of experts: see DeepSpeed's ds_to_universal.py")
 
 
 class _Line:
@@ -257,8 +259,8 @@ def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, A
         offset += share
         yield name, _fitting(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
     if any(line.numel != offset for line in lines):
-        raise ValueError(f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
-                         f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint")
+        raise ConfigError(f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
+                          f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint")
 
 
 def _stage0(folder: Path, module: Mapping[str, Any], buffers: set[str]) -> dict[str, Stored]:
@@ -266,8 +268,9 @@ def _stage0(folder: Path, module: Mapping[str, Any], buffers: set[str]) -> dict[
     weights = {name: value for name, value in module.items() if isinstance(value, Stored) and name not in buffers}
     low = [name for name, value in weights.items() if value.dtype in ("BF16", "F16")]
     if low:
-        raise ValueError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the fp32 "
-                         "weights of stage 0 are kept without names; train with zero_optimization.stage 1 instead")
+        raise ConfigError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
+                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1 "
+                          "instead")
     return weights
 
 
@@ -285,6 +288,6 @@ def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[
 def _fitting(folder: Path, name: str, tensor: Stored) -> Stored:
     there, wanted = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if there != wanted:
-        raise ValueError(f"{folder}: {name} {tensor.shape} takes {wanted} bytes, {there} are there: it is damaged, or "
-                         "written by a version of DeepSpeed that lays out weights in another way")
+        raise ConfigError(f"{folder}: {name} {tensor.shape} takes {wanted} bytes, {there} are there: it is damaged, or "
+                          "written by a version of DeepSpeed that lays out weights in another way")
     return tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.masters import Masters
-from dstrain.recipe import Ema
+from dstrain.recipe import ConfigError, Ema
 
 
 class EmaShadow:
@@ -52,6 +52,6 @@ class EmaShadow:
                 if shadows:
                     chosen = next(iter(shadows)) if decay is None else decay
                     if chosen not in shadows:
-                        raise ValueError(f"no EMA of decay {decay}; ema.decays has {', '.join(map(str, shadows))}")
+                        raise ConfigError(f"no EMA of decay {decay}; ema.decays has {', '.join(map(str, shadows))}")
                     stack.enter_context(self._masters[part].showing(shadows[chosen]))
             yield

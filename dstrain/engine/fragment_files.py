@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_header, stored
+from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
 SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
 
 
-def damaged(checkpoint: Path, reason: str) -> ValueError:
-    return ValueError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
+def damaged(checkpoint: Path, reason: str) -> ConfigError:
+    return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
 class Fragments:
@@ -61,9 +62,9 @@ class Fragments:
             name = name.partition("#")[0]
             (span,) = stored(path, header[key], data).spans
             if header[key]["dtype"] != "F32" or span.nbytes != 4 * numel:
-                raise ValueError(f"{key} is not {numel} numbers of float32")
+                raise ConfigError(f"{key} is not {numel} numbers of float32")
             if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise ValueError(f"{name} has another shape than in the other files")
+                raise ConfigError(f"{name} has another shape than in the other files")
             self.pieces.setdefault(kind, {}).setdefault(name, []).append((start, span))
 
 
@@ -73,7 +74,7 @@ def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
         header, _, data = read_header(checkpoint / COMMON)
     except FileNotFoundError:
         raise damaged(checkpoint, f"{COMMON} is missing") from None
-    except ValueError as error:
+    except ConfigError as error:
         raise damaged(checkpoint, f"{COMMON}: {error}") from None
     prefix = f"buffer/{part}/"
     for name, entry in header.items():

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.streams import MAX_HEADER, read_header
+from dstrain.recipe import ConfigError
 
 _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
 _OPEN_FILES = 64            # shards held open: a thousand would meet the limit on descriptors
@@ -43,8 +44,8 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.start + self.numel <= math.prod(self.shape):
-            raise ValueError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
-                             f"outside of shape {tuple(self.shape)}")
+            raise ConfigError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
+                              f"outside of shape {tuple(self.shape)}")
 
 
 def shard_name(part: str, rank: int, world: int) -> str:
@@ -57,15 +58,15 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
 
     Values are 1-D float32 of fragment.numel elements, on any device; they reach the host 64 MB at a
     time, so give views. One tensor may come in several fragments; empty ones are left out.
-    ValueError: values that do not fit their fragment.
+    ConfigError: values that do not fit their fragment.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
         if "/" in kind or "#" in fragment.name:
-            raise ValueError(f"a kind has no '/', a name no '#': {kind!r}, {fragment.name!r}")
+            raise ConfigError(f"a kind has no '/', a name no '#': {kind!r}, {fragment.name!r}")
         if values.dtype != torch.float32 or values.shape != (fragment.numel,):
-            raise ValueError(f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
-                             f"got {values.dtype} {tuple(values.shape)}")
+            raise ConfigError(f"{kind}/{fragment.name}: expected float32 ({fragment.numel},), "
+                              f"got {values.dtype} {tuple(values.shape)}")
         if fragment.numel:
             key, copies = f"{kind}/{fragment.name}", 0
             while key in keys:
@@ -83,7 +84,7 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"{path}: a header of {len(text)} bytes, the limit is {MAX_HEADER}")
+        raise ConfigError(f"{path}: a header of {len(text)} bytes, the limit is {MAX_HEADER}")
 
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -108,7 +109,7 @@ class _Piece:
 class Shards:
     """All shards of one part in a folder, as if they were whole tensors; reads what is asked for.
 
-    ValueError: no shard, one missing of their number, a bad header, one tensor in two shapes.
+    ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
@@ -140,17 +141,17 @@ class Shards:
         """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
 
         numel None: to the end. `shape`, where given, is that of the reader's tensor.
-        ValueError: unknown name, another shape, elements that no shard holds.
+        ConfigError: unknown name, another shape, elements that no shard holds.
         """
         self._known(name, self._pieces.get(kind, ()), kind)
         saved = self._shapes[name]
         if shape is not None and tuple(shape) != saved:
-            raise ValueError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint "
-                             f"{self.folder} holds {saved}")
+            raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint "
+                              f"{self.folder} holds {saved}")
         end = math.prod(saved) if numel is None else start + numel
         if not 0 <= start <= end <= math.prod(saved):
-            raise ValueError(f"{self.part}: elements {start} .. {end} of {name} are outside of "
-                             f"shape {saved}")
+            raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of "
+                              f"shape {saved}")
         values = torch.empty(end - start, dtype=torch.float32)
         done = start
         for piece in self._pieces[kind][name]:
@@ -162,8 +163,8 @@ class Shards:
                 done = upto
         if done < end:
             following = [p.start for p in self._pieces[kind][name] if p.start > done]
-            raise ValueError(f"{self.part}: elements {done} .. {min([*following, end])} of "
-                             f"{kind}/{name} {saved} are in no shard of {self.folder}")
+            raise ConfigError(f"{self.part}: elements {done} .. {min([*following, end])} of "
+                              f"{kind}/{name} {saved} are in no shard of {self.folder}")
         return values
 
     def close(self) -> None:
@@ -182,16 +183,16 @@ class Shards:
         found = {tuple(map(int, match.groups())): path for path in paths
                  if (match := name.fullmatch(path.name))}
         if not found:
-            raise ValueError(f"no file {self.part}-*-of-*.safetensors in {self.folder}")
+            raise ConfigError(f"no file {self.part}-*-of-*.safetensors in {self.folder}")
         worlds = {world for _, world in found}
         if len(worlds) > 1:
-            raise ValueError(f"{self.folder} holds shards of {self.part} of several world sizes: "
-                             f"{sorted(worlds)}")
+            raise ConfigError(f"{self.folder} holds shards of {self.part} of several world sizes: "
+                              f"{sorted(worlds)}")
         world = worlds.pop()
         missing = [shard_name(self.part, r, world) for r in range(world) if (r, world) not in found]
         if missing or len(found) != world:
-            raise ValueError(f"{self.folder} lacks {', '.join(missing[:5])} "
-                             f"({len(found)} of {world} shards)")
+            raise ConfigError(f"{self.folder} lacks {', '.join(missing[:5])} "
+                              f"({len(found)} of {world} shards)")
         return [found[rank, world] for rank in range(world)]
 
     def _index(self, shard: int) -> None:
@@ -204,12 +205,12 @@ class Shards:
                 entry = header[key]
                 if entry["dtype"] != "F32" or entry["shape"] != [numel]:
                     kept = f"{entry['dtype']} {entry['shape']}"
-                    raise ValueError(f"{key} is {kept}, the index says F32 [{numel}]")
+                    raise ConfigError(f"{key} is {kept}, the index says F32 [{numel}]")
                 self._add(kind, fragment, shard, data + entry["data_offsets"][0])
         except _ShapesDiffer:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a shard of named fragments: {error}") from None
+            raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
         if shard == 0:
             self.metadata = metadata
 
@@ -230,7 +231,7 @@ class Shards:
         while left:                                          # one read gives at most 2 GB
             count = file.readinto(left)
             if not count:
-                raise ValueError(f"{self.paths[piece.shard]} ends early: it is truncated")
+                raise ConfigError(f"{self.paths[piece.shard]} ends early: it is truncated")
             left = left[count:]
 
     def _open(self, shard: int) -> BinaryIO:
@@ -245,9 +246,9 @@ class Shards:
         if name not in names:
             near = difflib.get_close_matches(name, list(names), 1)
             nearest = f"; the nearest is {near[0]}" if near else ""
-            raise ValueError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named "
-                             f"{name}{nearest}")
+            raise ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named "
+                              f"{name}{nearest}")
 
 
-class _ShapesDiffer(ValueError):
+class _ShapesDiffer(ConfigError):
     pass

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dstrain.recipe import ConfigError
+
 NAME = "manifest.json"
 CONSOLIDATED = "consolidated.json"                           # of launch/consolidate.py: hashes of its files, and more
 _BLOCK = 1 << 26
@@ -20,19 +22,19 @@ _THREADS = 4                # for each rank; hashlib releases the interpreter's 
 def manifest(path: str | os.PathLike) -> dict:
     """The manifest of a checkpoint's folder: files, step, world, versions, extra.
 
-    ValueError: it is missing, truncated or altered. Whether the files agree with it is not asked.
+    ConfigError: it is missing, truncated or altered. Whether the files agree with it is not asked.
     """
     try:
         text = (Path(path) / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{NAME} is missing") from None
+        raise ConfigError(f"{NAME} is missing") from None
     try:
         body = json.loads(text)["body"]
         whole = text == render(body)                         # all bytes: no flip hides in a space
     except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ValueError(f"{NAME} is truncated or altered")
+        raise ConfigError(f"{NAME} is truncated or altered")
     return body
 
 

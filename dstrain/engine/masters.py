@@ -21,6 +21,7 @@ from torch import Tensor
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.initial import full_shape
 from dstrain.ranks import group
+from dstrain.recipe import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -93,8 +94,8 @@ class Masters:
 
     def _find_stage12(self) -> None:
         if not hasattr(self._zero, "single_partition_of_fp32_groups"):
-            raise ValueError(f"DeepSpeed chose {type(self._zero).__name__}, whose fp32 weights dstrain does not reach; "
-                             "remove data_types.grad_accum_dtype from the DeepSpeed config")
+            raise ConfigError(f"DeepSpeed chose {type(self._zero).__name__}, whose fp32 weights dstrain does not "
+                              "reach; remove data_types.grad_accum_dtype from the DeepSpeed config")
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         for number, weights in enumerate(self._zero.bit16_groups):
             for weight in weights:

@@ -24,6 +24,7 @@ import dstrain
 from dstrain.engine.manifest import (NAME, faults, hash_files, manifest, render, replace,
                                      sync_folder, write_synced)
 from dstrain.ranks import group
+from dstrain.recipe import ConfigError
 
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
@@ -72,8 +73,8 @@ class Store:
                 shutil.rmtree(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
-                raise ValueError(f"{self.folder} has {free / 1e6:.1f} MB free, "
-                                 f"{needed / 1e6:.1f} MB are needed")
+                raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, "
+                                  f"{needed / 1e6:.1f} MB are needed")
             tmp.mkdir()
 
         self.error = self._on_first(prepare)

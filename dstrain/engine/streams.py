@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from dstrain.engine.manifest import Digest
+from dstrain.recipe import ConfigError
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
@@ -62,20 +63,20 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """(tensors, metadata, first byte of the data) of a safetensors file. ValueError: it is none, without its name."""
+    """(tensors, metadata, first byte of the data) of a safetensors file. ConfigError: it is none, without its name."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
-                raise ValueError(f"a header of {length} bytes")
+                raise ConfigError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
         for entry in header.values():
             first, last = entry["data_offsets"]
             if last - first != math.prod(entry["shape"]) * SIZES[entry["dtype"]]:
-                raise ValueError("offsets that do not fit a shape")
+                raise ConfigError("offsets that do not fit a shape")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no readable safetensors file ({error})") from None
+        raise ConfigError(f"no readable safetensors file ({error})") from None
     return header, metadata, 8 + length
 
 
@@ -132,8 +133,8 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"{path.name}: a header of {len(text)} bytes, readers take {MAX_HEADER}: give a smaller "
-                         "--shard-size")
+        raise ConfigError(f"{path.name}: a header of {len(text)} bytes, readers take {MAX_HEADER}: give a smaller "
+                          "--shard-size")
     with open(path, "wb", buffering=0) as out, _Files() as files:
         digest, head = Digest(), memoryview(len(text).to_bytes(8, "little") + text)
         digest.update(head)
@@ -181,7 +182,7 @@ class _Files:
             while done < len(piece):                                     # one read gives at most 2 GB
                 count = self._file.readinto(piece[done:])
                 if not count:
-                    raise ValueError(f"{span.path} ends early: it is truncated")
+                    raise ConfigError(f"{span.path} ends early: it is truncated")
                 done += count
             left -= len(piece)
             yield piece
@@ -221,7 +222,7 @@ def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
         if entry.dtype != "BF16":
             cast = values.astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[entry.dtype])
             if np.isinf(cast).any() and not np.isinf(values).any():
-                raise ValueError(f"{entry.name} holds values beyond {entry.dtype}: take --dtype bfloat16 or float32")
+                raise ConfigError(f"{entry.name} holds values beyond {entry.dtype}: take --dtype bfloat16 or float32")
         else:
             bits = values.astype("<f4").view("<u4")
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

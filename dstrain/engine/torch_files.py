@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dstrain.engine.streams import SIZES, Span, Stored
+from dstrain.recipe import ConfigError
 
 _TYPES = {"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32",
           "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}          # of torch's typed storages
@@ -86,46 +87,42 @@ def altered(span: Span, crc: int) -> bool:
 
 
 def load(path: Path) -> Content:
-    """ValueError: no file of torch.save's zip format, damaged, or not readable as plain values and tensors."""
+    """ConfigError: no file of torch.save's zip format, damaged, or not readable as plain values and tensors."""
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             return _load(path, archive, file)
     except zipfile.BadZipFile:
-        raise ValueError(f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote another: "
-                         "save it again with a newer torch)") from None
-    except _Refused as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ConfigError(f"{path} is truncated, damaged, or not of torch.save's zip format (torch < 1.6 wrote "
+                          "another: save it again with a newer torch)") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except Exception as error:                # hostile or damaged bytes: the unpickler may raise anything
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or holds more than "
-                         "tensors and plain values") from None
-
-
-class _Refused(ValueError):
-    pass
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or holds more than "
+                          "tensors and plain values") from None
 
 
 def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
     length = file.seek(0, 2)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in members or "constants.pkl" in members:
-        raise _Refused("it holds a program (TorchScript) and no plain data" if "constants.pkl" in members else
+        raise ConfigError("it holds a program (TorchScript) and no plain data" if "constants.pkl" in members else
                        "it holds no data.pkl: torch.save did not write it")
 
     def place(info: zipfile.ZipInfo) -> Span:
         """Where a member's bytes stand."""
         if info.compress_type != zipfile.ZIP_STORED:
-            raise _Refused("its storages are compressed: save it again with torch.save")
+            raise ConfigError("its storages are compressed: save it again with torch.save")
         file.seek(info.header_offset)
         head = file.read(30)                                                   # of the zip member, then name and extra
         first = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         if first + info.file_size > length:
-            raise _Refused("it is truncated")
+            raise ConfigError("it is truncated")
         return Span(path, first, info.file_size)
 
     def whole(name: str) -> bytes:
         span = place(members[name])
         if altered(span, members[name].CRC):
-            raise _Refused(f"its {name} has altered bytes: it is damaged")
+            raise ConfigError(f"its {name} has altered bytes: it is damaged")
         file.seek(span.offset)
         return file.read(span.nbytes)
 
@@ -138,9 +135,9 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         return span
 
     if "byteorder" in members and whole("byteorder") != b"little":
-        raise _Refused("its numbers are big-endian: save it again on this kind of machine")
+        raise ConfigError("its numbers are big-endian: save it again on this kind of machine")
     if members["data.pkl"].file_size > _SMALL:
-        raise _Refused(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
+        raise ConfigError(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
 
     unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), path, storage)
     return Content(unpickler.load(), frozenset(unpickler.asked), sums)
@@ -178,7 +175,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, DType):
-            raise _Refused(f"it holds a {kind} that is no storage")
+            raise ConfigError(f"it holds a {kind} that is no storage")
         return _Storage(dtype.name, self.place(str(key)))
 
 
@@ -190,7 +187,7 @@ class _Rebuild:
     __slots__ = ()
 
     def __setattr__(self, *_: Any) -> None:
-        raise _Refused("it alters what reads it: do not load it with any program")
+        raise ConfigError("it alters what reads it: do not load it with any program")
 
     __setstate__ = __setattr__
 
@@ -241,7 +238,7 @@ _REBUILDS = {"_rebuild_tensor_v2": _Tensor, "_rebuild_tensor_v3": _TensorOf, "_r
 def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
             bits: Any) -> Stored:
     if not isinstance(storage, _Storage) or dtype not in SIZES or bits:
-        raise _Refused("it holds a tensor of a type, or in a form, that safetensors does not know")
+        raise ConfigError("it holds a tensor of a type, or in a form, that safetensors does not know")
     shape, steps, plain = tuple(map(int, size)), tuple(map(int, strides)), []
     numel = 1
     for n in reversed(shape):
@@ -251,6 +248,6 @@ def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], s
     reach = numel if ordinary else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
     outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
     if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:
-        raise _Refused("it holds a tensor that reaches beyond its storage: it is damaged")
+        raise ConfigError("it holds a tensor that reaches beyond its storage: it is damaged")
     span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
     return Stored(dtype, shape, (span,), None if ordinary else steps)

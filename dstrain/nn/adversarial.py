@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dstrain.recipe import ConfigError
+
 _SLOPE = 0.2                                      # of the leaky units
 
 
@@ -40,13 +42,13 @@ class PatchDiscriminator(nn.Module):
         The slope is the gradient of a picture's summed logits with respect to it, and its square is divided by the
         number of patches. It has a gradient itself, for which the graph is run backward twice. That stays within this
         call: an engine hooks what a network gives out, and takes a backward pass from there for the loss's own.
-        ValueError: weights are scattered (ZeRO-3), and gone by the second time.
+        ConfigError: weights are scattered (ZeRO-3), and gone by the second time.
         """
         if not sloped:
             return self._logits(x)
         if any(weight.numel() == 0 for weight in self.parameters()):
-            raise ValueError("penalty.form: the exact slope needs whole weights, ZeRO-3 scatters them; take "
-                             "approximate, or ZeRO 0 to 2")
+            raise ConfigError("penalty.form: the exact slope needs whole weights, ZeRO-3 scatters them; take "
+                              "approximate, or ZeRO 0 to 2")
         with torch.enable_grad():
             at = x[:sloped].detach().requires_grad_()
             logits = self._logits(torch.cat((at, x[sloped:])))

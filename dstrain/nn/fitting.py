@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dstrain.recipe import ConfigError
+
 Shapes = dict[str, tuple[int, ...]]
 Remedies = Sequence[tuple[str, str]]              # pattern of a weight's name -> the recipe's fields that decide it
 
@@ -18,7 +20,7 @@ def shapes_of(network: nn.Module) -> Shapes:
 
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ValueError at the first of the names in `order` (of both sides) whose shape or presence differs.
+    """Raises ConfigError at the first of the names in `order` (of both sides) whose shape or presence differs.
 
     The message gives both shapes and the fields of the first remedy whose pattern is found in the name.
     """
@@ -27,8 +29,8 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
         theirs = tuple(state[name].shape) if name in state else "absent"
         if ours != theirs:
             fields = next(fields for pattern, fields in remedies if re.search(pattern, name))
-            raise ValueError(f"weights: {name} is {theirs} in the file and {ours} in the network; "
-                             f"set {fields} to those the file was made with")
+            raise ConfigError(f"weights: {name} is {theirs} in the file and {ours} in the network; "
+                              f"set {fields} to those the file was made with")
 
 
 def other_rows(state: dict[str, Tensor], shapes: Shapes, name: str) -> bool:

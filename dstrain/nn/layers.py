@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dstrain.recipe import ConfigError
+
 
 class Linear(nn.Linear):
     """A linear layer that knows its initialization: xavier (uniform), normal (std 0.02) or zero. Biases start at 0."""
@@ -61,7 +63,7 @@ def initialize(weight: Tensor, init: str) -> None:
     elif init == "zero":
         nn.init.zeros_(weight)
     else:
-        raise ValueError(f"init: {init!r} is unknown; one of xavier, normal, zero")
+        raise ConfigError(f"init: {init!r} is unknown; one of xavier, normal, zero")
 
 
 class SelfAttention(nn.Module):
@@ -70,7 +72,7 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"num_heads: {num_heads} does not divide hidden_size {dim}")
+            raise ConfigError(f"num_heads: {num_heads} does not divide hidden_size {dim}")
         self.num_heads = num_heads
         self.qkv = Linear(dim, 3 * dim)
         self.proj = Linear(dim, dim)
@@ -116,7 +118,7 @@ def sincos_positions(dim: int, height: int, width: int) -> Tensor:
     2017, per axis as in He et al. 2021, MAE). In numpy, since zero.Init rounds what torch creates under it to bfloat16.
     """
     if dim % 4:
-        raise ValueError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
+        raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
     column, row = np.tile(np.arange(width), height), np.repeat(np.arange(height), width)
     frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
     halves = []

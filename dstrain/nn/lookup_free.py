@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
+from dstrain.recipe import ConfigError
 
 _GROUP = 10                                       # bits whose codes are told apart jointly
 _UNIFORM = 0.01                                   # share of the uniform in q: log q stays finite
@@ -47,7 +48,7 @@ class Quantized(NamedTuple):
 class LookupFree(nn.Module):
     """Signs of log2(codebook_size) projections. inv_temperature is lambda.
 
-    ValueError: codebook_size is no power of two.
+    ConfigError: codebook_size is no power of two.
     """
 
     def __init__(self, dim: int, codebook_size: int, inv_temperature: float = 1.0) -> None:
@@ -140,11 +141,11 @@ class Usage:
 
 
 def bits_of(codebook_size: int) -> int:
-    """log2 of a power of two. ValueError: it is none, with the nearest two."""
+    """log2 of a power of two. ConfigError: it is none, with the nearest two."""
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
-        raise ValueError(f"codebook_size: {codebook_size} is no power of two, which lookup-free codes need; take "
-                         f"{max(1 << bits, 2)} or {max(2 << bits, 4)}, or quantizer cosine")
+        raise ConfigError(f"codebook_size: {codebook_size} is no power of two, which lookup-free codes need; take "
+                          f"{max(1 << bits, 2)} or {max(2 << bits, 4)}, or quantizer cosine")
     return bits
 
 

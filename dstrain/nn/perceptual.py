@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dstrain.recipe import ConfigError
+
 CHANNELS = (64, 128, 256, 512, 512)               # of the five stages
 _ENDS = (3, 8, 15, 22, 29)                        # their last ReLU, as torchvision numbers VGG-16's features
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pictures in [0, 1]
@@ -21,7 +23,7 @@ REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-
 
 
 class Perceptual(nn.Module):
-    """LPIPS 0.1 with VGG-16; frozen. ValueError: no weights at `path`, or not all of them, with the remedy."""
+    """LPIPS 0.1 with VGG-16; frozen. ConfigError: no weights at `path`, or not all of them, with the remedy."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Perceptual(nn.Module):
     def _load(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ValueError(f"perceptual.path: no weights are at {path}: {REMEDY}")
+            raise ConfigError(f"perceptual.path: no weights are at {path}: {REMEDY}")
         found: dict[str, Tensor] = {}
         for file in files:
             found |= _named(_read(file))
@@ -71,8 +73,8 @@ class Perceptual(nn.Module):
         for name, tensor in wanted.items():
             theirs = tuple(found[name].shape) if name in found else "absent"
             if theirs != tuple(tensor.shape):
-                raise ValueError(f"perceptual.path: {name} is {theirs} at {path}, and {tuple(tensor.shape)} is "
-                                 f"needed: {REMEDY}")
+                raise ConfigError(f"perceptual.path: {name} is {theirs} at {path}, and {tuple(tensor.shape)} is "
+                                  f"needed: {REMEDY}")
         self.load_state_dict({name: found[name].float() for name in wanted})
 
 
@@ -90,8 +92,8 @@ def _read(file: Path) -> dict[str, Tensor]:
             raise RuntimeError("no state dict")
         return state
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {REMEDY}") \
-            from None
+        raise ConfigError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {REMEDY}") \
+             from None
 
 
 def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.recipe import ConfigError
 
 SAMPLINGS = ("soft", "straight_through", "reinmax")
 _LEAST = 2.0 ** -25                               # below the least uniform above 0, whose logarithm is finite
@@ -43,7 +44,7 @@ def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> 
         return _with_gradient_of(hard, (noisy / temperature).softmax(1))
     if sampling == "reinmax":
         return _with_gradient_of(hard, _reinmax(logits, hard, temperature))
-    raise ValueError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
+    raise ConfigError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
 
 
 def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class FirstStage:
 def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None) -> FirstStage:
     """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
 
-    ConfigError, ValueError: it is neither, its system encodes nothing, or its weights are not there.
+    ConfigError: it is neither, its system encodes nothing, or its weights are not there.
     """
     exported = not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists()
     run = recipe.load(folder / "recipe.yaml") if exported else trained.read(folder)
@@ -73,7 +73,7 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
     """Of a diffusers AutoencoderKL, a folder or a hub name. ConfigError: none there, or the size does not fit."""
     try:
         vae = autoencoder.Autoencoder(path).to(group.device())
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(str(error).replace("first_stage.path:", f"--first-stage {path}:")) from None
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
@@ -82,7 +82,7 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
 
 
 def _exported(system: System, folder: Path) -> Nets:
-    """The first part with the weights of an export, on this rank's device. ValueError: they do not fit."""
+    """The first part with the weights of an export, on this rank's device. ConfigError: they do not fit."""
     first = next(iter(system.parts))
     network = system.networks()[first]
     values, _ = fitted(folder, system, [first])[first]

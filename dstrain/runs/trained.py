@@ -22,7 +22,7 @@ def read(folder: Path) -> Run:
 
 
 def checkpoint(folder: Path, step: int | None = None) -> Path:
-    """The run's checkpoint of a step, None for the newest whole one. ConfigError, ValueError: absent or damaged."""
+    """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged."""
     store = Store(folder / "checkpoints")
     if step is not None:
         if step not in store.steps():
@@ -43,7 +43,7 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, only teach others: they are left out, unless `every` is wanted.
-    ValueError: there is no such average.
+    ConfigError: there is no such average.
     """
     return {part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
             for part in system.parts if every or part in system.averaged}

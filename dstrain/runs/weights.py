@@ -15,6 +15,7 @@ from torch import Tensor
 from dstrain.engine.checkpoint import ema_decays, read_weights
 from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
@@ -30,7 +31,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
     it) or what `read` takes. Other parts than the first may be absent: an adversary may join later. `parts`, None for
     all: only these are looked for. What was changed begins with a line that counts what was loaded, replaced and left.
-    ValueError: unreadable, damaged, or it does not fit, with the remedy.
+    ConfigError: unreadable, damaged, or it does not fit, with the remedy.
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
@@ -38,7 +39,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     if (path / "checkpoints").is_dir():
         newest = Store(path / "checkpoints").newest()
         if newest is None:
-            raise ValueError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
+            raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
         path = newest[1]
     elif (path / "manifest.json").exists():
         whole(path)
@@ -55,8 +56,8 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         found, absent = {first: (values, [*changed, *notes])}, _anew(path, others)
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
-            raise ValueError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
-                             f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
+            raise ConfigError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
+                              f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
         _unaltered([path])
         found, absent = {first: _adapted(system, first, read(path), path)}, _anew(path, others)
     found[first][1].extend(absent)
@@ -70,8 +71,8 @@ def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) ->
         recipe = path.parent.parent / "run.yaml"
         text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
         said = re.search(r"^system: *(\w+)", text, re.MULTILINE)
-        raise ValueError(f"init_from={path} is of a run of {f'system {said[1]}' if said else 'another system'}, which "
-                         f"trains {', '.join(sorted(there))} and no {first}; name a run of this recipe's system")
+        raise ConfigError(f"init_from={path} is of a run of {f'system {said[1]}' if said else 'another system'}, which "
+                          f"trains {', '.join(sorted(there))} and no {first}; name a run of this recipe's system")
     found, absent = {}, []
     for part in (first, *others):
         kind = checkpoint_kind(path, part) if list(path.glob(f"{part}-*-of-*.safetensors")) else None
@@ -93,7 +94,7 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
 
 
 def _unaltered(paths: Iterable[Path]) -> None:
-    """ValueError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
+    """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]                             # of a file: its part's folder, and all parts'
     folder = next((folder for folder in above if (folder / CONSOLIDATED).is_file()), None)
@@ -106,7 +107,7 @@ def _unaltered(paths: Iterable[Path]) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
     if wrong:
-        raise ValueError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
+        raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
 def _anew(path: Path, parts: Iterable[str]) -> list[str]:
@@ -126,7 +127,7 @@ def _adapted(system: System, part: str, state: dict[str, Tensor],
 
 def _config_of_diffusers(path: Path, system: System) -> Path | None:
     """config.json of a network that diffusers has saved, in `path` or where a pipeline there keeps it; None: it is
-    no folder of diffusers. ValueError: it is one, without what this system takes.
+    no folder of diffusers. ConfigError: it is one, without what this system takes.
     """
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
@@ -134,16 +135,16 @@ def _config_of_diffusers(path: Path, system: System) -> Path | None:
             if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("_class_name"):
                 return config
         except (OSError, ValueError, AttributeError):
-            raise ValueError(f"weights: {config} is damaged: copy it again from where it comes") from None
+            raise ConfigError(f"weights: {config} is damaged: copy it again from where it comes") from None
     if (path / "model_index.json").is_file():
-        raise ValueError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, of which "
-                         "this system begins; name the folder of one network")
+        raise ConfigError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, of "
+                          "which this system begins; name the folder of one network")
     return None
 
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
     """FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the first,
-    else the training weights; beside them the run's recipe. ValueError, OSError: not there, or not to be written.
+    else the training weights; beside them the run's recipe. ConfigError, OSError: not there, or not to be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (said := checkpoint.parent.parent / "run.yaml").exists():
@@ -155,10 +156,10 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
 
 
 def whole(checkpoint: Path) -> Path:
-    """The folder of one checkpoint, if every file of it matches its hash. ValueError names what does not."""
+    """The folder of one checkpoint, if every file of it matches its hash. ConfigError names what does not."""
     fault = Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_")))
     if fault:
-        raise ValueError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
+        raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
 
@@ -166,7 +167,7 @@ def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
     """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
     decays = ema_decays(path, part)
     if ema is not None and ema not in decays:
-        raise ValueError(f"{path} holds no EMA of decay {ema}; it holds {', '.join(map(str, decays)) or 'none'}")
+        raise ConfigError(f"{path} holds no EMA of decay {ema}; it holds {', '.join(map(str, decays)) or 'none'}")
     if ema is None and not decays:
         return "master"
     return f"ema.{decays[0] if ema is None else ema!r}"
@@ -175,7 +176,7 @@ def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
 def read(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a file or folder, on the CPU.
 
-    Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ValueError for a file
+    Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError for a file
     that is missing, damaged, holds other objects than tensors and plain values, or no state dict.
     """
     path = Path(path)
@@ -191,24 +192,24 @@ def read(path: str | Path) -> dict[str, Tensor]:
             files = _listed(index)
     if not files or not all(file.is_file() for file in files):
         absent = next((file for file in files if file.parent == path and not file.is_file()), path)
-        raise ValueError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with "
-                         "*.safetensors")
+        raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with "
+                          "*.safetensors")
     if all(file.suffix == ".safetensors" for file in files):
         state: dict[str, Tensor] = {}
         for file in files:
             try:
                 state |= load_file(file)
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"weights: {file} is not a readable safetensors file ({error}); fetch it "
-                                 "again") from error
+                raise ConfigError(f"weights: {file} is not a readable safetensors file ({error}); fetch it "
+                                  "again") from error
         return _named(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:              # the restricted unpickler meets hostile bytes: it may raise anything
-        raise ValueError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
-                         f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
-                         "safetensors where it comes from") from None
+        raise ConfigError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
+                          f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
+                          "safetensors where it comes from") from None
     if isinstance(content, dict):
         # An empty EMA is none. DALLE-pytorch calls them weights.
         inner = (content.get(name) for name in ("ema", "model", "weights"))
@@ -222,12 +223,12 @@ def _listed(index: Path) -> list[Path]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [index.parent / name for name in sorted({Path(name).name for name in names})]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"weights: {index} is damaged: copy it again from where it comes") from None
+        raise ConfigError(f"weights: {index} is damaged: copy it again from where it comes") from None
 
 
 def _named(state: object, path: Path) -> dict[str, Tensor]:
     """Weights under their own names, without the prefixes of wrappers."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
-                         "'weights'; save the network's state_dict() there")
+        raise ConfigError(f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
+                          "'weights'; save the network's state_dict() there")
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}

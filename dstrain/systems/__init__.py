@@ -8,8 +8,9 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from dstrain.recipe import ConfigError, faults
 from dstrain.systems.base import System
 
 NAMES = {"dit": "dstrain.systems.dit", "iddpm": "dstrain.systems.iddpm",      # name in a recipe -> module
@@ -18,9 +19,13 @@ NAMES = {"dit": "dstrain.systems.dit", "iddpm": "dstrain.systems.iddpm",      # 
 
 
 def build(name: str, config: dict[str, Any]) -> System:
-    """The system `name` from its recipe section. ValueError: an unknown name or field, or a value out of range."""
+    """The system `name` from its recipe section. ConfigError: an unknown name or field, or a value out of range."""
     module = _module(name)
-    return module.build(module.Config.model_validate(config))
+    try:
+        checked = module.Config.model_validate(config)
+    except ValidationError as error:
+        raise ConfigError(*faults(error, module.Config, "model")) from None
+    return module.build(checked)
 
 
 def config_class(name: str) -> type[BaseModel]:
@@ -32,5 +37,5 @@ def _module(name: str) -> ModuleType:
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"system: {name!r} is unknown; one of {', '.join(NAMES)}{hint}")
+        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(NAMES)}{hint}")
     return importlib.import_module(NAMES[name])

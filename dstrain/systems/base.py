@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.recipe import ConfigError
+
 Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label int64 (B,), ..., and of each
                               # sample key, position in the global batch and (in training) step, int64 (B,)
 Example = dict[str, Tensor]   # what a loss reads: x_start float32 (B, C, ...), conditions, key int64 (B,)
@@ -62,7 +64,7 @@ class System(ABC):
         """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the request's
         seeds; ranks call alike.
         """
-        raise ValueError(f"a {type(self).__name__} draws no samples")
+        raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
@@ -79,7 +81,7 @@ class System(ABC):
         return example
 
     def accepts(self, source: Any) -> None:
-        """Meets a source before anything is trained. ValueError: its items do not fit the model, with the remedy."""
+        """Meets a source before anything is trained. ConfigError: its items do not fit the model, with the remedy."""
 
     def fingerprint(self, source: Any) -> str:
         """What is learned from, as a run writes it down to notice a change: the source's own words, then those of what
@@ -123,19 +125,19 @@ class System(ABC):
         """What this first stage makes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or
         tokens int64 (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, (B, t, h, w).
         """
-        raise ValueError(f"a {type(self).__name__} encodes nothing that others learn from")
+        raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages apart."""
-        raise ValueError(f"a {type(self).__name__} encodes nothing that others learn from")
+        raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
         return {}
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Conditions for one sample for each text, (N, ...) each. ValueError: the system takes none."""
-        raise ValueError(f"a {type(self).__name__} takes no texts")
+        """Conditions for one sample for each text, (N, ...) each. ConfigError: the system takes none."""
+        raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     @property
     def takes_texts(self) -> bool:
@@ -146,30 +148,30 @@ class System(ABC):
         """Conditions that begin from pictures, uint8 (N, C, H, W): those of another run, or of the data. Of a system
         that draws videos, from their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size.
 
-        ValueError: the system begins from noise, or the pictures do not fit.
+        ConfigError: the system begins from noise, or the pictures do not fit.
         """
-        raise ValueError(f"a {type(self).__name__} begins from noise and takes no pictures")
+        raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict from elsewhere as the part's network takes it, and what was changed in words.
 
-        ValueError: the first difference that cannot be bridged, both shapes, and the remedy.
+        ConfigError: the first difference that cannot be bridged, both shapes, and the remedy.
         """
         with torch.device("meta"):
             wanted = self.networks()[part].state_dict()
         for name in [*wanted, *state]:
             ours, theirs = (tuple(of[name].shape) if name in of else "absent" for of in (wanted, state))
             if ours != theirs:
-                raise ValueError(f"weights: {name} is {theirs} in the file and {ours} in the network; set the model "
-                                 "section to what the file was made with")
+                raise ConfigError(f"weights: {name} is {theirs} in the file and {ours} in the network; set the model "
+                                  "section to what the file was made with")
         return dict(state), []
 
     def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
         """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them; `said` is
-        the config.json beside them. ValueError: another class, or a field that differs from the recipe's.
+        the config.json beside them. ConfigError: another class, or a field that differs from the recipe's.
         """
-        raise ValueError(f"weights: config.json is of class {said.get('_class_name')} of diffusers, which a "
-                         f"{type(self).__name__} does not begin from; give a file or folder of this system")
+        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')} of diffusers, which a "
+                          f"{type(self).__name__} does not begin from; give a file or folder of this system")
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Whether weight decay applies to a parameter: matrices and filters, not biases and gains."""
@@ -189,6 +191,6 @@ class System(ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
+            raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
 
 

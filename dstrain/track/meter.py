@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dstrain.ranks import group
+from dstrain.recipe import ConfigError
 
 QUARTERS = 4
 _Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]   # part, by sample, scalars, quartiles?
@@ -32,11 +33,11 @@ class Meter:
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Adds the terms of one micro-batch; never waits for the device.
 
-        ValueError: a term that is neither a scalar nor (B,), or of another B than its fellows.
+        ConfigError: a term that is neither a scalar nor (B,), or of another B than its fellows.
         """
         shapes = {name: tuple(term.shape) for name, term in terms.items() if term.ndim}
         if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
-            raise ValueError(f"{part}: terms are scalars or one value a sample (B,), got {shapes}")
+            raise ConfigError(f"{part}: terms are scalars or one value a sample (B,), got {shapes}")
         quartile = terms.get("quartile")
         each = tuple(name for name in shapes if name != "quartile")
         if each:

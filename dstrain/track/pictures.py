@@ -13,6 +13,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 _PADDING = 2                # black pixels between pictures and around them
 _VISIBLE = 64               # pixels to which smaller pictures are enlarged, by a whole factor
 _READABLE = 128             # the same where a caption stands below
@@ -23,11 +25,11 @@ _LINES = 4                  # of a caption that are shown
 def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
     """One picture of many: uint8 (N, C, H, W) -> (H', W', C), row by row; None is near-square.
 
-    RGBA is laid on white, captions stand below. ValueError: not uint8, not four axes, no picture, or other channels.
+    RGBA is laid on white, captions stand below. ConfigError: not uint8, not four axes, no picture, or other channels.
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
-        raise ValueError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
+        raise ConfigError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
     pictures = enlarged(images, _READABLE if captions else _VISIBLE)
     if captions:
         pictures = np.concatenate((pictures, lettering(captions, *pictures.shape[2:])), axis=1)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from dstrain.ranks import group
-from dstrain.recipe import Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.track.figures import plot_columns
 from dstrain.track.meter import Meter
 from dstrain.track.pictures import grid, save_png
@@ -36,14 +36,14 @@ class Tracker:
     """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
     Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A fault
-    in writing is said once and ends nothing. ValueError: tensorboard is wanted and not installed.
+    in writing is said once and ends nothing. ConfigError: tensorboard is wanted and not installed.
     """
 
     def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str],
                  resumed_step: int = 0) -> None:
         if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("track.tensorboard=true needs the package tensorboard; "
-                             "`pip install tensorboard`, or set track.tensorboard=false")
+            raise ConfigError("track.tensorboard=true needs the package tensorboard; "
+                              "`pip install tensorboard`, or set track.tensorboard=false")
         self.folder, self._run = Path(folder), run
         self._meter = Meter(parts)
         self._first = group.rank() % group.world() == 0

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
 from dstrain.track.pictures import enlarged, grid, lettering, on_white, tiled, written
 
 FPS = 10                    # frames a second: a whole number of a GIF's hundredths of a second, too
@@ -49,7 +50,7 @@ def strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
 def _require(clips: Tensor) -> None:
     shape = tuple(clips.shape)
     if clips.dtype != torch.uint8 or len(shape) != 5 or shape[2] not in (1, 3, 4) or 0 in shape:
-        raise ValueError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")
+        raise ConfigError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
+from dstrain.recipe import ConfigError
 from dstrain.systems.dit.network import SIZES
 
 SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
@@ -112,37 +113,37 @@ class Config(Section):
         by_hand = {name: getattr(self, name) for name in ("patch_size", "hidden_size", "depth", "num_heads")}
         given = [name for name, value in by_hand.items() if value is not None]
         if self.size is not None and given:
-            raise ValueError(f"size {self.size} sets {', '.join(given)} too; give either size or these")
+            raise ConfigError(f"size {self.size} sets {', '.join(given)} too; give either size or these")
         if self.size is None and len(given) < len(by_hand):
             missing = ", ".join(name for name in by_hand if name not in given)
-            raise ValueError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
+            raise ConfigError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
         factor = self.first_stage.factor if self.first_stage else 1
         patch = self.network_shape()["patch_size"]
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
-            raise ValueError(f"image_size {self.image_size} is no multiple of {factor * patch} (patch_size x "
-                             "first_stage.factor)")
+            raise ConfigError(f"image_size {self.image_size} is no multiple of {factor * patch} (patch_size x "
+                              "first_stage.factor)")
         if self.codes is not None:
             self._check_codes(patch)
         if self.network_shape()["hidden_size"] % self.network_shape()["num_heads"]:
-            raise ValueError("hidden_size must be a multiple of num_heads")
+            raise ConfigError("hidden_size must be a multiple of num_heads")
         if self.network_shape()["hidden_size"] % 4:
-            raise ValueError("hidden_size must be a multiple of 4, which 2-D positions need")
+            raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
-            raise ValueError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
+            raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
 
     def _check_codes(self, patch: int) -> None:
         """Whether the network's input is what the data hold."""
         channels, *sides = self.codes.shape
         if self.in_channels != channels:
-            raise ValueError(f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
-                             f"in_channels to {channels}")
+            raise ConfigError(f"in_channels {self.in_channels}: the latents in data.path have {channels} channels; set "
+                              f"in_channels to {channels}")
         if sides != [self.input_size] * 2:
-            raise ValueError(f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
-                             f"have latents of side {self.input_size}, those in data.path are {sides[0]} x {sides[1]}; "
-                             f"set first_stage.factor to {self.image_size // sides[0]}")
+            raise ConfigError(f"first_stage.factor {self.first_stage.factor}: images of side {self.image_size} would "
+                              f"have latents of side {self.input_size}, those in data.path are {sides[0]} x "
+                              f"{sides[1]}; set first_stage.factor to {self.image_size // sides[0]}")
         if sides[0] % patch:
-            raise ValueError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
+            raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:

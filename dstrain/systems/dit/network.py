@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, sincos_positions, timestep_features
+from dstrain.recipe import ConfigError
 
 TIME_FEATURES = 256                               # sinusoids that a timestep is made of
 
@@ -36,7 +37,7 @@ class DiT(nn.Module):
                  recompute: bool = False) -> None:
         super().__init__()
         if input_size % patch_size:
-            raise ValueError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
+            raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
         self.in_channels, self.patch_size, self.num_classes = in_channels, patch_size, num_classes
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid = input_size // patch_size
@@ -123,7 +124,7 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, dim: int, time_freq: str) -> None:
         super().__init__()
         if time_freq not in ("official", "diffusers"):
-            raise ValueError(f"time_freq: {time_freq!r} is unknown; one of official, diffusers")
+            raise ConfigError(f"time_freq: {time_freq!r} is unknown; one of official, diffusers")
         self.shift = int(time_freq == "diffusers")
         self.mlp = nn.Sequential(Linear(TIME_FEATURES, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 

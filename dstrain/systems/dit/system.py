@@ -17,6 +17,7 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config, SAMPLERS
@@ -57,15 +58,15 @@ class DiTSystem(System):
         if "latent_mean" in batch:
             example["x_start"] = self._latents(batch["latent_mean"], batch["latent_std"], batch["key"])
         elif self.config.codes:
-            raise ValueError("data: this model reads cached latents and holds no encoder, the data give images; encode "
-                             "them with launch/encode.py and the same first stage")
+            raise ConfigError("data: this model reads cached latents and holds no encoder, the data give images; "
+                              "encode them with launch/encode.py and the same first stage")
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
         found = tuple(example["x_start"].shape[1:])
         if found != self.shape:
-            raise ValueError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                             f"in_channels, the data give {found}; change the one or the other")
+            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
+                              f"in_channels, the data give {found}; change the one or the other")
         return example
 
     def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
@@ -89,15 +90,15 @@ class DiTSystem(System):
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Bits/dim of the whole bound, every label in place, see measured_bits; those of `evaluate` where none exists.
 
-        8-bit pixels have a likelihood; latents and flow matching have none here, and no chain to shorten (ValueError).
+        8-bit pixels have a likelihood; latents and flow matching have none here, and no chain to shorten (ConfigError).
         """
         if self.config.objective == "diffusion" and self.models_pixels():
             y = self._labels(example, example["x_start"])
             network = lambda x_t, t: nets["denoiser"](x_t, t, y)
             return measured_bits(self.diffusion, network, example["x_start"], example["key"], num_steps, progress)
         if num_steps is not None:
-            raise ValueError(f"num_steps: {num_steps} timesteps are asked for, but only diffusion over pixels is "
-                             "measured along a chain; this model's terms take none, so leave num_steps out")
+            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only diffusion over pixels is "
+                              "measured along a chain; this model's terms take none, so leave num_steps out")
         return self.evaluate(nets, example)
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
@@ -117,8 +118,8 @@ class DiTSystem(System):
             return conditions["label"]
         if self.config.num_classes == 1:
             return torch.zeros(len(like), dtype=torch.int64, device=like.device)
-        raise ValueError(f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
-                         "set num_classes to 1 for an unconditional model")
+        raise ConfigError(f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
+                          "set num_classes to 1 for an unconditional model")
 
     # ----------------------------------------------------------------------------------------------------- generation
 
@@ -126,16 +127,16 @@ class DiTSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ValueError for others, for more
+        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ConfigError for others, for more
         steps than the chain has, and for guidance of a model that never saw a dropped label.
         """
         if self.config.codes and not self.first_stage:
-            raise ValueError("first_stage: these are latents, and no autoencoder decodes them; set "
-                             "model.first_stage.path to the folder of the one that encoded them")
+            raise ConfigError("first_stage: these are latents, and no autoencoder decodes them; set "
+                              "model.first_stage.path to the folder of the one that encoded them")
         known = SAMPLERS[self.config.objective]
         if request.sampler not in known:
-            raise ValueError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
-                             f"{', '.join(known)}")
+            raise ConfigError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
+                              f"{', '.join(known)}")
         keys = rng.keys_of_seeds(request.seeds)
         x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
@@ -149,8 +150,8 @@ class DiTSystem(System):
     def _guided(self, nets: Nets, request: Request) -> Network:
         y = request.conditions.get("label", request.seeds % self.config.num_classes)
         if request.guidance_scale != 1 and not self.config.class_dropout_prob:
-            raise ValueError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample with "
-                             "guidance_scale 1, or train with class_dropout_prob above 0")
+            raise ConfigError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
+                              "with guidance_scale 1, or train with class_dropout_prob above 0")
         null = torch.full_like(y, self.config.num_classes)
         return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
                                self.config.guidance_channels)
@@ -158,7 +159,7 @@ class DiTSystem(System):
     def _chain(self, network: Network, x: Tensor, request: Request, keys: Tensor) -> Tensor:
         total, count = self.diffusion.num_timesteps, request.num_steps
         if not 1 <= count <= total:
-            raise ValueError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
+            raise ConfigError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
         clip = self.models_pixels()
         if request.sampler == "ddim":
             # Evenly strided as published, where such a stride exists.
@@ -179,12 +180,12 @@ class DiTSystem(System):
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """label int64 (num,): those given, or every class, in turn. ValueError: a label that is no class."""
+        """label int64 (num,): those given, or every class, in turn. ConfigError: a label that is no class."""
         classes = labels or tuple(range(self.config.num_classes))
         wrong = [label for label in classes if not 0 <= label < self.config.num_classes]
         if wrong:
-            raise ValueError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
-                             f"{self.config.num_classes - 1}")
+            raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+                              f"{self.config.num_classes - 1}")
         return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -218,7 +219,7 @@ class DiTSystem(System):
 
 
 def build(config: Config) -> DiTSystem:
-    """The system of a config. Raises ValueError where its first stage cannot be loaded or does not fit."""
+    """The system of a config. Raises ConfigError where its first stage cannot be loaded or does not fit."""
     return DiTSystem(config)
 
 
@@ -231,15 +232,15 @@ def _first_stage(config: Config) -> Autoencoder | None:
                                ("in_channels", config.in_channels, autoencoder.channels),
                                ("data.channels", chosen.image_channels, autoencoder.image_channels)):
         if given not in (None, found):
-            raise ValueError(f"{name}: {given} in the recipe, {found} in the autoencoder at {path}; set {name} to "
-                             f"{found}")
+            raise ConfigError(f"{name}: {given} in the recipe, {found} in the autoencoder at {path}; set {name} to "
+                              f"{found}")
     found = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
     if chosen.fingerprint not in (None, found):
-        raise ValueError(f"first_stage.path: {path} is the autoencoder {found}, this model was trained with "
-                         f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
+        raise ConfigError(f"first_stage.path: {path} is the autoencoder {found}, this model was trained with "
+                          f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
     if config.codes is not None:
         if found != config.codes.first_stage:
-            raise ValueError(f"first_stage.path: {path} is the autoencoder {found}, the latents in data.path are of "
-                             f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
+            raise ConfigError(f"first_stage.path: {path} is the autoencoder {found}, the latents in data.path are of "
+                              f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
         autoencoder.drop_encoder()
     return autoencoder

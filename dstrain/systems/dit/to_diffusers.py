@@ -26,6 +26,7 @@ from dstrain.diffusion.published import even_steps, scheduler_arguments
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
 from dstrain.nn.measures import apart
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
@@ -74,7 +75,7 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
     """Writes the folder; `statistics` are an autoencoder's, `classes` the names of the labels in order, if known.
 
-    ValueError: what diffusers' classes cannot express, by field.
+    ConfigError: what diffusers' classes cannot express, by field.
     """
     from diffusers import DiTPipeline, DiTTransformer2DModel
 
@@ -194,26 +195,26 @@ def _is_pipeline(system: DiTSystem) -> bool:
 def _require(system: DiTSystem, network: DiT) -> None:
     config, dim = system.config, network.pos_embed.shape[-1]
     if config.time_freq != "diffusers":
-        raise ValueError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
-                         "than the official network and has no setting for it; train on for a while with "
-                         "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
+        raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
+                          "than the official network and has no setting for it; train on for a while with "
+                          "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
     if int(dim * config.mlp_ratio) != 4 * dim:
-        raise ValueError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
-                         "--format safetensors")
+        raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
+                          "--format safetensors")
     if not torch.allclose(network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None],
                           rtol=0, atol=1e-6):
-        raise ValueError("pos_embed: these positions were interpolated from another resolution, and diffusers' "
-                         "DiTTransformer2DModel computes its own; take --format safetensors")
+        raise ConfigError("pos_embed: these positions were interpolated from another resolution, and diffusers' "
+                          "DiTTransformer2DModel computes its own; take --format safetensors")
     if _is_pipeline(system) and config.num_classes > _NULL:
-        raise ValueError(f"num_classes: {config.num_classes} labels leave no room for no label, which is number "
-                         f"{_NULL} to diffusers' DiTPipeline; take --format safetensors")
+        raise ConfigError(f"num_classes: {config.num_classes} labels leave no room for no label, which is number "
+                          f"{_NULL} to diffusers' DiTPipeline; take --format safetensors")
     if system.first_stage is not None and system.first_stage.shift:
-        raise ValueError(f"first_stage.shift: {system.first_stage.shift:g} is added to latents here, and diffusers' "
-                         "DiTPipeline adds nothing; take --format safetensors")
+        raise ConfigError(f"first_stage.shift: {system.first_stage.shift:g} is added to latents here, and diffusers' "
+                          "DiTPipeline adds nothing; take --format safetensors")
     scale = config.flow.time_scale
     if config.objective == "flow" and (scale != int(scale) or scale < 1):
-        raise ValueError(f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
-                         "as num_train_timesteps; take --format safetensors")
+        raise ConfigError(f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
+                          "as num_train_timesteps; take --format safetensors")
 
 
 def _scheduler(system: DiTSystem) -> Any:
@@ -232,7 +233,7 @@ def _first_stage(config: Config) -> nn.Module | None:
     stage = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor, config.first_stage.shift)
     known = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
     if known not in (None, stage.fingerprint()):
-        raise ValueError(f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
-                         f"this model was trained with {known}; put that one back there")
+        raise ConfigError(f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
+                          f"this model was trained with {known}; put that one back there")
     stage.vae.register_to_config(scaling_factor=stage.scaling_factor)
     return stage.vae

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.nn import fitting
 from dstrain.nn.layers import sincos_positions
+from dstrain.recipe import ConfigError
 from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
@@ -49,7 +50,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> tuple[dict[str, Tenso
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by fresh rows, normal(0.02), of which the last, "no label", is kept from the file.
-    Raises ValueError at the first other difference, with both shapes and the remedy.
+    Raises ConfigError at the first other difference, with both shapes and the remedy.
     """
     wanted = fitting.shapes_of(network)
     state, notes = dict(state), []
@@ -121,7 +122,7 @@ def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
                    config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """Our names of a DiTTransformer2DModel's weights, for `adapt`, and what to know of them; `said`: its config.json.
 
-    ValueError: another class, a field that differs from the recipe's, weights that are missing, or blocks whose
+    ConfigError: another class, a field that differs from the recipe's, weights that are missing, or blocks whose
     embedders differ, since this network has one for all of them.
     """
     _require(said, config)
@@ -129,8 +130,8 @@ def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
 
     def take(name: str) -> Tensor:
         if name not in state:
-            raise ValueError(f"weights: {name} is missing, and num_layers in config.json is {depth}; fetch the file "
-                             "again")
+            raise ConfigError(f"weights: {name} is missing, and num_layers in config.json is {depth}; fetch the file "
+                              "again")
         taken.add(name)
         return state[name]
 
@@ -149,9 +150,9 @@ def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
             first, *others = (take(f"{_embedders(number)}.{theirs}.{kind}") for number in range(depth))
             for number, other in enumerate(others, 1):
                 if not torch.equal(first, other):
-                    raise ValueError(f"weights: {_embedders(number)}.{theirs}.{kind} is not that of block 0: diffusers "
-                                     "has trained the copies apart, and this network has one for all blocks; train "
-                                     "with dstrain from weights whose copies agree")
+                    raise ConfigError(f"weights: {_embedders(number)}.{theirs}.{kind} is not that of block 0: "
+                                      "diffusers has trained the copies apart, and this network has one for all "
+                                      "blocks; train with dstrain from weights whose copies agree")
             found[f"{ours}.{kind}"] = first
     notes = [f"{len(left)} weights of the folder have no place here and are left: {', '.join(left[:3])}"
              for left in [sorted(set(state) - taken)] if left]
@@ -186,21 +187,21 @@ def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
 
 def _require(said: Mapping[str, Any], config: Config) -> None:
     if said.get("_class_name") not in CLASSES:
-        raise ValueError(f"weights: config.json is of class {said.get('_class_name')}, system dit takes a "
-                         "DiTTransformer2DModel, or the DiTPipeline around one")
+        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system dit takes a "
+                          "DiTTransformer2DModel, or the DiTPipeline around one")
     ours = arguments(config)
     del ours["norm_eps"]                          # 1e-5 in folders that were converted from weights trained with 1e-6
     del ours["sample_size"]                       # positions are brought to another resolution
     size = said.get("sample_size")
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
+        raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
     if said.get("out_channels", 0) is None:
         said = {**said, "out_channels": said.get("in_channels")}
     for name, value in ours.items():
         if said.get(name) != value:
             fields = f"model.{_FIELDS[name]}" if name in _FIELDS else "this network"
             remedy = "; set it to what the file was made with" if name in _FIELDS else ", which has no other"
-            raise ValueError(f"weights: {name} is {said.get(name)} in config.json, and {value} by {fields}{remedy}")
+            raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, and {value} by {fields}{remedy}")
 
 
 def arguments(config: Config) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from dstrain import recipe
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
+from dstrain.recipe import ConfigError
 from dstrain.systems.iddpm.network import GROUPS
 
 SAMPLERS = ("ddpm", "ddim")
@@ -93,39 +94,39 @@ class Config(recipe.Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.predict_xstart and self.prediction not in (None, "x_start"):
-            raise ValueError(f"predict_xstart is true and prediction is {self.prediction}: give one of the two")
+            raise ConfigError(f"predict_xstart is true and prediction is {self.prediction}: give one of the two")
         if self.use_kl and self.loss not in (None, "kl", "rescaled_kl"):
-            raise ValueError(f"use_kl is true and loss is {self.loss}: give one of the two")
+            raise ConfigError(f"use_kl is true and loss is {self.loss}: give one of the two")
         if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
-            raise ValueError(f"channel_mult must be given where image_size is {self.image_size}, for example "
-                             f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}")
+            raise ConfigError(f"channel_mult must be given where image_size is {self.image_size}, for example "
+                              f"{_proposal(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}")
         mults, sides = self.mults, self.sides
         if not mults or min(mults) < 1:
-            raise ValueError(f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
-                             f"{_proposal(self.image_size)}")
+            raise ConfigError(f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
+                              f"{_proposal(self.image_size)}")
         unit = 2 ** (len(mults) - 1)
         if self.image_size % unit:
-            raise ValueError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} levels "
-                             f"of channel_mult {list(mults)} divide it; take another size, or fewer levels")
+            raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
+                              f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels")
         strange = [side for side in self.attention_resolutions if side not in sides]
         if strange:
-            raise ValueError(f"attention_resolutions: {_text(strange)} never occurs; the levels of image_size "
-                             f"{self.image_size} are {_text(sides)}")
+            raise ConfigError(f"attention_resolutions: {_text(strange)} never occurs; the levels of image_size "
+                              f"{self.image_size} are {_text(sides)}")
         if self.num_channels % GROUPS:
-            raise ValueError(f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
-                             f"normalization; take {max(round(self.num_channels / GROUPS), 1) * GROUPS}")
+            raise ConfigError(f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
+                              f"normalization; take {max(round(self.num_channels / GROUPS), 1) * GROUPS}")
         if self.num_heads_upsample == 0:
-            raise ValueError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
+            raise ConfigError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
         self._check_heads()
         if self.small_size is not None and (self.image_size % self.small_size or self.small_size == self.image_size):
-            raise ValueError(f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
-                             "smaller picture; take a half or a quarter of it")
+            raise ConfigError(f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
+                              "smaller picture; take a half or a quarter of it")
         schedule.betas(self.noise_schedule, self.diffusion_steps)               # some schedules need more steps
         try:
             self.respaced_steps()
-        except ValueError as error:
-            raise ValueError(f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
-                             f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20") from None
+        except ConfigError as error:
+            raise ConfigError(f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
+                              f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20") from None
         return self
 
     def _check_heads(self) -> None:
@@ -134,8 +135,8 @@ class Config(recipe.Section):
                                     ("num_heads_upsample", self.heads_upsample, with_attention)):
             wrong = [factor * self.num_channels for factor in sorted(factors) if factor * self.num_channels % heads]
             if wrong:
-                raise ValueError(f"{key} {heads} does not divide {_text(wrong)}, the channels of a level with "
-                                 "attention; take another number of heads or num_channels")
+                raise ConfigError(f"{key} {heads} does not divide {_text(wrong)}, the channels of a level with "
+                                  "attention; take another number of heads or num_channels")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:

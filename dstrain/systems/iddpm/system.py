@@ -18,6 +18,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.config import Config, NO_GUIDANCE, SAMPLERS
@@ -54,8 +55,8 @@ class IDDPMSystem(System):
     def accepts(self, source: Any) -> None:
         """Images without class folders all bear the label 0, which teaches a table of labels nothing."""
         if self.config.class_cond and self.config.num_classes > 1 and not source.classes:
-            raise ValueError("model.class_cond=true, and data.path has no class folders: put the images of each class "
-                             "into a folder of its own, or set model.class_cond=false")
+            raise ConfigError("model.class_cond=true, and data.path has no class folders: put the images of each class "
+                              "into a folder of its own, or set model.class_cond=false")
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -63,8 +64,8 @@ class IDDPMSystem(System):
         example = super().encode(batch)
         found = tuple(example["x_start"].shape[1:])
         if found != self.shape:
-            raise ValueError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                             f"in_channels, the data give {found}; change the one or the other")
+            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
+                              f"in_channels, the data give {found}; change the one or the other")
         if self.starts_from_data:
             example["low_res"] = self._shrunk(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
@@ -105,8 +106,8 @@ class IDDPMSystem(System):
         given = (conditions["low_res"],) if self.starts_from_data else ()
         if self.config.class_cond:
             if "label" not in conditions:
-                raise ValueError("label: the data hold none, and class_cond is set; give labels, or train with "
-                                 "class_cond false")
+                raise ConfigError("label: the data hold none, and class_cond is set; give labels, or train with "
+                                  "class_cond false")
             given += (conditions["label"],)
         return lambda x_t, t: nets["denoiser"](x_t, t, *given)
 
@@ -133,13 +134,13 @@ class IDDPMSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). Raises ValueError
+        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). Raises ConfigError
         without it, for other samplers, more steps than the chain has, labels that are no class, and guidance.
         """
         if request.sampler not in SAMPLERS:
-            raise ValueError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
+            raise ConfigError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
         if request.guidance_scale != 1:
-            raise ValueError(f"guidance_scale: {NO_GUIDANCE}")
+            raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
         self._check_steps(request.num_steps)
         conditions = dict(request.conditions)
         if self.config.class_cond:
@@ -168,8 +169,8 @@ class IDDPMSystem(System):
 
     def _check_steps(self, count: int) -> None:
         if not 1 <= count <= self.config.diffusion_steps:
-            raise ValueError(f"num_steps: {count} is not between 1 and the {self.config.diffusion_steps} timesteps of "
-                             "the chain")
+            raise ConfigError(f"num_steps: {count} is not between 1 and the {self.config.diffusion_steps} timesteps of "
+                              "the chain")
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 
@@ -182,8 +183,8 @@ class IDDPMSystem(System):
         if found == self.shape:
             return {"low_res": self._shrunk(pixels)}
         if found != small:
-            raise ValueError(f"low_res: pictures (channels, height, width) are {found}; this upsampler takes {small} "
-                             f"to {self.shape}: give the one or the other, or train with other sizes")
+            raise ConfigError(f"low_res: pictures (channels, height, width) are {found}; this upsampler takes {small} "
+                              f"to {self.shape}: give the one or the other, or train with other sizes")
         return {"low_res": pixels}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -197,24 +198,24 @@ class IDDPMSystem(System):
 
     def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
         if "low_res" not in conditions:
-            raise ValueError("super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
-                             "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH")
+            raise ConfigError("super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
+                              "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH")
         found = tuple(conditions["low_res"].shape)
         wanted = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
         if found != wanted:
-            raise ValueError(f"low_res: {found} where the request's seeds and small_size need {wanted}")
+            raise ConfigError(f"low_res: {found} where the request's seeds and small_size need {wanted}")
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """label int64 (num,): those given, or every class, in turn; none where class_cond is not set.
 
-        ValueError: a label that is no class, or labels for an unconditional model.
+        ConfigError: a label that is no class, or labels for an unconditional model.
         """
         if not self.config.class_cond:
             if labels:
-                raise ValueError(f"labels: {list(labels)} for a model without classes (class_cond is false); leave "
-                                 "them out")
+                raise ConfigError(f"labels: {list(labels)} for a model without classes (class_cond is false); leave "
+                                  "them out")
             return {}
         classes = torch.tensor(labels or tuple(range(self.config.num_classes)))
         self._check_labels(classes)
@@ -223,8 +224,8 @@ class IDDPMSystem(System):
     def _check_labels(self, labels: Tensor) -> None:
         wrong = labels[(labels < 0) | (labels >= self.config.num_classes)].unique().tolist()
         if wrong:
-            raise ValueError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
-                             f"{self.config.num_classes - 1}; raise num_classes, or choose others")
+            raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+                              f"{self.config.num_classes - 1}; raise num_classes, or choose others")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """The label table may differ, see weights.py."""

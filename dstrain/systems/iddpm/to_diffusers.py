@@ -56,7 +56,7 @@ def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
     """Writes the folder; `statistics` are an autoencoder's, and `classes` have no place in it.
 
-    ValueError: what diffusers' classes cannot express, by flag.
+    ConfigError: what diffusers' classes cannot express, by flag.
     """
     from diffusers import DDPMPipeline, UNet2DModel
 

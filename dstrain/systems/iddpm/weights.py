@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dstrain.nn import fitting
 from dstrain.nn.layers import timestep_features
+from dstrain.recipe import ConfigError
 from dstrain.systems.iddpm.config import Config
 from dstrain.systems.iddpm.network import GROUPS
 
@@ -43,7 +44,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> tuple
 
     A label table with another number of rows is replaced by fresh rows, normal(1) as they are born. The notes also list
     the flags that no file can tell, as the recipe has them: a wrong one gives wrong pictures and no error.
-    Raises ValueError at the first other difference, with both shapes and the flags that decide them.
+    Raises ConfigError at the first other difference, with both shapes and the flags that decide them.
     """
     wanted = fitting.shapes_of(network)
     state, notes = dict(state), []
@@ -85,11 +86,11 @@ _FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels":
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """The keyword arguments of the UNet2DModel that is this network. ValueError: there is none, by flag."""
+    """The keyword arguments of the UNet2DModel that is this network. ConfigError: there is none, by flag."""
     if config.mults[0] != 1:
-        raise ValueError(f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
-                         f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
-                         "safetensors")
+        raise ConfigError(f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
+                          f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
+                          "safetensors")
     attends = [side in config.attention_resolutions for side in config.sides]
     seen = config.in_channels * (2 if config.small_size else 1)
     learned = _learns_times(config)
@@ -129,15 +130,15 @@ def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
                    config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """Our names of a UNet2DModel's weights, for `adapt`, and what to know of them; `said`: its config.json.
 
-    ValueError: another class, a field that differs from the recipe's, or timesteps that are no sinusoids. A weight that
-    is missing is missing to `adapt`, too.
+    ConfigError: another class, a field that differs from the recipe's, or timesteps that are no sinusoids. A weight
+    that is missing is missing to `adapt`, too.
     """
     _require(said, config)
     state, found = dict(state), {}
     times = state.pop(_TIMES, None)
     if times is not None and not _same(times, _times(config)):
-        raise ValueError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
-                         f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
+        raise ConfigError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
+                          f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
     for ours, theirs, heads in _attentions(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{theirs}.{third}.{kind}", None) for third in _QKV]
@@ -156,8 +157,8 @@ def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
 
 def _require(said: Mapping[str, Any], config: Config) -> None:
     if said.get("_class_name") != "UNet2DModel":
-        raise ValueError(f"weights: config.json is of class {said.get('_class_name')}, system iddpm takes a "
-                         "UNet2DModel")
+        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system iddpm takes a "
+                          "UNet2DModel")
     wanted = arguments(config) | {"class_embed_type": None, "add_attention": True, "mid_block_scale_factor": 1,
                                   "downsample_type": "conv", "upsample_type": "conv", "time_embedding_dim": None}
     for name, ours in wanted.items():
@@ -172,13 +173,14 @@ def _require(said: Mapping[str, Any], config: Config) -> None:
         if name == "attention_head_dim":          # None says what one width for all may say, too
             theirs, ours = (_heads(config, width) for width in (theirs, ours))
             if theirs != ours:
-                raise ValueError(f"weights: {name} is {said.get(name)} in config.json, which makes {theirs[-1]} heads, "
-                                 f"and model.num_heads is {config.num_heads}; set it to what the file was made with")
+                raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, which makes {theirs[-1]} "
+                                  f"heads, and model.num_heads is {config.num_heads}; set it to what the file was made "
+                                  "with")
         if theirs != ours:
             fields = _FIELDS.get(name)
-            raise ValueError(f"weights: {name} is {said.get(name)} in config.json, and {wanted[name]} by "
-                             + (f"model.{fields}; set it to what the file was made with" if fields else
-                                "this network, which has no other"))
+            raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, and {wanted[name]} by "
+                              + (f"model.{fields}; set it to what the file was made with" if fields else
+                                 "this network, which has no other"))
 
 
 def _heads(config: Config, width: int | None) -> list[int]:
@@ -196,15 +198,15 @@ def _head_width(config: Config) -> int | None:
     """diffusers is told one width of a head for all levels; here their number is the same at all levels."""
     widths = sorted({channels // config.num_heads for channels in _attending(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
-        raise ValueError(f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
-                         f"down, and these are {config.heads_upsample} and {config.num_heads}; take --format "
-                         "safetensors")
+        raise ConfigError(f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
+                          f"down, and these are {config.heads_upsample} and {config.num_heads}; take --format "
+                          "safetensors")
     if config.num_heads == 1:
         return None
     if len(widths) > 1:
-        raise ValueError(f"num_heads: diffusers' UNet2DModel takes one width for all heads, and {config.num_heads} "
-                         f"heads at levels of different width (channel_mult, attention_resolutions) are "
-                         f"{' and '.join(map(str, widths))} wide; take --format safetensors")
+        raise ConfigError(f"num_heads: diffusers' UNet2DModel takes one width for all heads, and {config.num_heads} "
+                          f"heads at levels of different width (channel_mult, attention_resolutions) are "
+                          f"{' and '.join(map(str, widths))} wide; take --format safetensors")
     return widths[0]
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from dstrain import recipe
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.decoding import Choices, NOISE_SCHEDULES
 
 SAMPLERS = ("confidence", "critic")
@@ -113,20 +114,20 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if min(self.token_shape) < 1:
-            raise ValueError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
+            raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
         if self.text_encoder is not None and self.text_encodings_dim is None:
-            raise ValueError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
-                             "said; give its hidden size, for example 768 for google/t5-v1_1-base")
+            raise ConfigError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
+                              "said; give its hidden size, for example 768 for google/t5-v1_1-base")
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
-            raise ValueError("unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
-                             "given; leave them out, or set unconditional=false")
+            raise ConfigError("unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
+                              "given; leave them out, or set unconditional=false")
         if self.train == "critic" and self.critic is None:
-            raise ValueError("train=critic: there is no critic; set critic=token")
+            raise ConfigError("train=critic: there is no critic; set critic=token")
         if self.train != "both" and self.critic == "self":
-            raise ValueError(f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
-                             "set train=both, or critic=token")
+            raise ConfigError(f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
+                              "set train=both, or critic=token")
         if self.critic_depth is not None and self.critic != "token":
-            raise ValueError("critic_depth is the token critic's: set critic=token, or leave it out")
+            raise ConfigError("critic_depth is the token critic's: set critic=token, or leave it out")
         if self.codes is not None:
             self._check_codes(self.codes)
         return self
@@ -134,29 +135,29 @@ class Config(Section):
     def _check_codes(self, codes: Codes) -> None:
         """Whether the model is of what the data hold."""
         if codes.codebook_size not in (None, self.codebook_size):
-            raise ValueError(f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
-                             f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}")
+            raise ConfigError(f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
+                              f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}")
         if tuple(codes.shape) != self.token_shape:
-            raise ValueError(f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
-                             "(latent frames, height, width); leave model.token_shape out, or encode other clips")
+            raise ConfigError(f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
+                              "(latent frames, height, width); leave model.token_shape out, or encode other clips")
         ours = self.text_encodings_dim
         if codes.text is not None and ours is not None and codes.text[1] != ours:
-            raise ValueError(f"text_encodings_dim {ours}: the encodings in data.path are {codes.text[1]} wide; set "
-                             f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
+            raise ConfigError(f"text_encodings_dim {ours}: the encodings in data.path are {codes.text[1]} wide; set "
+                              f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
         if codes.text is not None and ours is not None and codes.text[0] != self.max_text_len:
-            raise ValueError(f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
-                             f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
-                             f"encode with --max-text-len {self.max_text_len}")
+            raise ConfigError(f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
+                              f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
+                              f"encode with --max-text-len {self.max_text_len}")
         wanted = self.text_encoder_fingerprint
         if ours is not None and None not in (wanted, codes.text_encoder) and codes.text_encoder != wanted:
-            raise ValueError(f"text_encoder_fingerprint {wanted}: the encodings in data.path are of the text encoder "
-                             f"{codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with that "
-                             "encoder")
+            raise ConfigError(f"text_encoder_fingerprint {wanted}: the encodings in data.path are of the text encoder "
+                              f"{codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with that "
+                              "encoder")
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
-            raise ValueError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
-                             f"data.path are of {codes.first_stage}; name the one that encoded them, or encode with "
-                             "this one")
+            raise ConfigError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
+                              f"data.path are of {codes.first_stage}; name the one that encoded them, or encode with "
+                              "this one")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
@@ -166,8 +167,8 @@ class Config(Section):
         frames = getattr(run.data, "num_frames", None) or 1
         tokens = codes is not None and codes.kind == "tokens"
         if not stage and not tokens and not model.get("token_shape"):
-            raise ValueError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
-                             "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
+            raise ConfigError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
+                              "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
             from dstrain.systems.phenaki.pretrained import Pretrained      # which stands on the tokenizer's system
 
@@ -238,14 +239,14 @@ class Config(Section):
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def latent_frames(self, name: str, frames: int) -> int:
-        """Latent frames of that many frames. ValueError: there are none so many, or they do not fit."""
+        """Latent frames of that many frames. ConfigError: there are none so many, or they do not fit."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
-            raise ValueError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple of "
-                             f"{step}, for example {1 + max((frames - 1) // step, 0) * step}")
+            raise ConfigError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
+                              f"of {step}, for example {1 + max((frames - 1) // step, 0) * step}")
         if frames > most:
-            raise ValueError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
-                             "go on from the last ones (--scenes)")
+            raise ConfigError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
+                              "go on from the last ones (--scenes)")
         return 1 + (frames - 1) // step
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.nn.quantize import gumbel
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.masking import lowest, ratio
 
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
@@ -53,10 +54,10 @@ def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key
 
     given  bool (B, t, h, w): tokens that are known (frames to go on from) or do not matter (padding).
     key    int64 (B,).
-    Raises ValueError for less than one step.
+    Raises ConfigError for less than one step.
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
+        raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     shape, count = tokens.shape, tokens[0].numel()
     free = ~given.flatten(1)                                                                      # (B, N)
     wanted = free.sum(1)                                                                          # (B,)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import fingerprint
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki import tokenizer
 
 _FILES = ("recipe.yaml", "tokenizer.safetensors")
@@ -19,7 +20,7 @@ class Pretrained(nn.Module):
     """Videos in [-1, 1] to tokens and back, float32, without gradient and always in evaluation mode.
 
     Attributes: fingerprint, codebook_size, temporal_patch_size, grid (h, w), frame_shape (C, H, W).
-    Raises ValueError where the folder holds no tokenizer.
+    Raises ConfigError where the folder holds no tokenizer.
     """
 
     def __init__(self, path: str) -> None:
@@ -30,9 +31,9 @@ class Pretrained(nn.Module):
         try:
             self.network.load_state_dict(load_file(Path(path) / _FILES[1]))
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(f"tokenizer.path: {Path(path) / _FILES[1]} does not hold the weights that {_FILES[0]} "
-                             f"beside it asks for ({' '.join(str(error).split())[:150]}); export the run once "
-                             "more") from None
+            raise ConfigError(f"tokenizer.path: {Path(path) / _FILES[1]} does not hold the weights that {_FILES[0]} "
+                              f"beside it asks for ({' '.join(str(error).split())[:150]}); export the run once "
+                              "more") from None
         self.eval().requires_grad_(False)
         self.fingerprint = fingerprint(*system.identity({"tokenizer": self.network}))
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
@@ -46,12 +47,12 @@ class Pretrained(nn.Module):
     def encode(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
         """(B, T, C, H, W) float in [-1, 1], int64 (B,) real frames or None, all -> tokens int64 (B, t, h, w).
 
-        ValueError: frames of another shape, or a number of them that does not fit the temporal patch.
+        ConfigError: frames of another shape, or a number of them that does not fit the temporal patch.
         """
         self.require_frames(tuple(video.shape[2:]))
         if (video.shape[1] - 1) % self.temporal_patch_size:
-            raise ValueError(f"data.num_frames: {video.shape[1]} frames do not fit the tokenizer's temporal patch of "
-                             f"{self.temporal_patch_size}; take 1 + a multiple of it")
+            raise ConfigError(f"data.num_frames: {video.shape[1]} frames do not fit the tokenizer's temporal patch of "
+                              f"{self.temporal_patch_size}; take 1 + a multiple of it")
         return self.network.encode_tokens(video, frames)
 
     @torch.no_grad()
@@ -65,27 +66,27 @@ class Pretrained(nn.Module):
                 "token_shape": (1 + (num_frames - 1) // self.temporal_patch_size, *self.grid)}
 
     def require(self, config: Any) -> None:
-        """ValueError where a model's config is not of this tokenizer."""
+        """ConfigError where a model's config is not of this tokenizer."""
         expected = config.tokenizer.fingerprint
         if expected not in (None, self.fingerprint):
-            raise ValueError(f"tokenizer.path: {self.path} is the tokenizer {self.fingerprint}, this model was trained "
-                             f"with {expected} (tokenizer.fingerprint); put that one back there")
+            raise ConfigError(f"tokenizer.path: {self.path} is the tokenizer {self.fingerprint}, this model was "
+                              f"trained with {expected} (tokenizer.fingerprint); put that one back there")
         for name, ours, theirs in (("codebook_size", config.codebook_size, self.codebook_size),
                                    ("temporal_patch_size", config.temporal_patch_size, self.temporal_patch_size),
                                    ("token_shape[1:]", tuple(config.token_shape[1:]), self.grid)):
             if ours != theirs:
-                raise ValueError(f"{name}: {ours} in the model, {theirs} in the tokenizer at {self.path}; leave "
-                                 f"model.{name.partition('[')[0]} out, which takes the tokenizer's")
+                raise ConfigError(f"{name}: {ours} in the model, {theirs} in the tokenizer at {self.path}; leave "
+                                  f"model.{name.partition('[')[0]} out, which takes the tokenizer's")
         if config.codes is not None and config.codes.first_stage != self.fingerprint:
-            raise ValueError(f"tokenizer.path: {self.path} is the tokenizer {self.fingerprint}, the tokens in "
-                             f"data.path are of {config.codes.first_stage}; name the one that encoded them, or encode "
-                             "with this one")
+            raise ConfigError(f"tokenizer.path: {self.path} is the tokenizer {self.fingerprint}, the tokens in "
+                              f"data.path are of {config.codes.first_stage}; name the one that encoded them, or encode "
+                              "with this one")
 
     def require_frames(self, shape: tuple[int, ...]) -> None:
-        """ValueError where frames are not (channels, height, width) as the tokenizer's are."""
+        """ConfigError where frames are not (channels, height, width) as the tokenizer's are."""
         if shape != self.frame_shape:
-            raise ValueError(f"data: frames are {shape} (channels, height, width), the tokenizer at {self.path} takes "
-                             f"{self.frame_shape}; set data.channels, data.height and data.image_size to its own")
+            raise ConfigError(f"data: frames are {shape} (channels, height, width), the tokenizer at {self.path} takes "
+                              f"{self.frame_shape}; set data.channels, data.height and data.image_size to its own")
 
 
 def _config(path: str) -> Any:
@@ -93,18 +94,18 @@ def _config(path: str) -> Any:
     folder = Path(path)
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing and (folder / "run.yaml").is_file():
-        raise ValueError(f"tokenizer.path: {path} is a run; export it, launch/export.py {path} --format safetensors "
-                         f"--out tokenizers/{folder.name}, and name that folder")
+        raise ConfigError(f"tokenizer.path: {path} is a run; export it, launch/export.py {path} --format safetensors "
+                          f"--out tokenizers/{folder.name}, and name that folder")
     if missing:
-        raise ValueError(f"tokenizer.path: {path} holds no {' and no '.join(missing)}; write one with launch/export.py "
-                         f"RUN --format safetensors --out {path}")
+        raise ConfigError(f"tokenizer.path: {path} holds no {' and no '.join(missing)}; write one with "
+                          f"launch/export.py RUN --format safetensors --out {path}")
     try:
         recipe = yaml.safe_load((folder / _FILES[0]).read_text(encoding="utf-8"))
         system, section = recipe["system"], recipe["model"]
     except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
-        raise ValueError(f"tokenizer.path: {folder / _FILES[0]} is no recipe with system and model; export the run "
-                         "once more") from None
+        raise ConfigError(f"tokenizer.path: {folder / _FILES[0]} is no recipe with system and model; export the run "
+                          "once more") from None
     if system != "phenaki.tokenizer":
-        raise ValueError(f"tokenizer.path: {path} is a {system}, and videos become tokens by a phenaki.tokenizer; "
-                         "export a run of that system")
+        raise ConfigError(f"tokenizer.path: {path} is a {system}, and videos become tokens by a phenaki.tokenizer; "
+                          "export a run of that system")
     return tokenizer.Config.model_validate(section)

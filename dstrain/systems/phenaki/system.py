@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.config import Config
@@ -58,7 +59,7 @@ class PhenakiSystem(System):
     def encode(self, batch: Batch) -> Example:
         """tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and what is read of the texts.
 
-        ValueError: tokens of another shape, captions that the data lack.
+        ConfigError: tokens of another shape, captions that the data lack.
         """
         read = ("video", "image", "tokens", "frames", "caption", "label", "text_embed", *NAMES)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -69,12 +70,12 @@ class PhenakiSystem(System):
             video = (batch["video"] if "video" in batch else batch["image"][:, None]).float() / 127.5 - 1
             example["tokens"] = self.tokenizer(video.device).encode(video, frames)
         else:
-            raise ValueError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
-                             "folder of videos, or one that launch/encode.py made of them")
+            raise ConfigError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
+                              "folder of videos, or one that launch/encode.py made of them")
         found = tuple(example["tokens"].shape[1:])
         if found != self.config.token_shape:
-            raise ValueError(f"data: clips have {found} tokens (latent frames, height, width), the model "
-                             f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
+            raise ConfigError(f"data: clips have {found} tokens (latent frames, height, width), the model "
+                              f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
         if frames is not None:
             example["real"] = real_frames(frames, self.temporal_patch_size, found[0])
         return example | self.texts.of_batch(batch)
@@ -84,16 +85,16 @@ class PhenakiSystem(System):
         if self.config.tokenizer is not None:
             self.tokenizer()
         if self.takes_texts and (silent := getattr(source, "silent", None)):
-            raise ValueError(f"{silent}: no captions are there, and the model reads texts: give X.txt beside each file "
-                             "or class folders (of clips also data.captions), or set model.unconditional=true")
+            raise ConfigError(f"{silent}: no captions are there, and the model reads texts: give X.txt beside each "
+                              "file or class folders (of clips also data.captions), or set model.unconditional=true")
         first = _first(source)
         if first is None:                         # the loop will say which files cannot be read
             return
         batch = {name: torch.as_tensor(value)[None] for name, value in first.items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
-            raise ValueError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
-                             "model.codebook_size to that of the tokenizer that made them")
+            raise ConfigError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
+                              "model.codebook_size to that of the tokenizer that made them")
 
     def fingerprint(self, source: Any) -> str:
         return source.fingerprint() + self.texts.fingerprint()
@@ -102,8 +103,8 @@ class PhenakiSystem(System):
         """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
         if self._tokenizer is None:
             if self.config.tokenizer is None:
-                raise ValueError("model.tokenizer: videos are to be encoded or decoded and no tokenizer is named; set "
-                                 "model.tokenizer.path to its folder (launch/export.py RUN --format safetensors)")
+                raise ConfigError("model.tokenizer: videos are to be encoded or decoded and no tokenizer is named; set "
+                                  "model.tokenizer.path to its folder (launch/export.py RUN --format safetensors)")
             self._tokenizer = Pretrained(self.config.tokenizer.path)
             self._tokenizer.require(self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
@@ -218,16 +219,15 @@ class PhenakiSystem(System):
 
         Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); none draws without text. `prime`
         uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. Samplers: confidence, and critic
-        where there is one. ValueError: frames that are too many or do not fit the temporal patch, guidance without a
+        where there is one. ConfigError: frames that are too many or do not fit the temporal patch, guidance without a
         null text, a sampler that is not there, no tokenizer.
         """
         config, device = self.config, request.seeds.device
         if request.sampler not in config.samplers:
-            raise ValueError(f"sampler: {request.sampler!r} does not fit this model; one of "
-                             f"{', '.join(config.samplers)}")
+            raise ConfigError(f"sampler: {request.sampler!r} is none of {', '.join(config.samplers)}")
         if request.guidance_scale != 1 and not config.has_null:
-            raise ValueError("guidance_scale: this model has no null text, since it is unconditional or its "
-                             "cond_drop_prob is 0; sample with guidance_scale 1")
+            raise ConfigError("guidance_scale: this model has no null text, since it is unconditional or its "
+                              "cond_drop_prob is 0; sample with guidance_scale 1")
         latent = self.config.latent_frames("num_frames", request.num_frames or self.num_frames)
         tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
         shape = (len(request.seeds), latent, *config.token_shape[1:])
@@ -236,8 +236,8 @@ class PhenakiSystem(System):
         if prime is not None:
             known = self.config.latent_frames("prime", prime.shape[1])
             if known >= latent:
-                raise ValueError(f"prime: {prime.shape[1]} frames are given and {request.num_frames or self.num_frames}"
-                                 " asked for, so that nothing is left to draw; give fewer, or ask for more")
+                raise ConfigError(f"prime: {prime.shape[1]} frames are given, as many as are asked for or more; give "
+                                  "fewer, or ask for more")
             tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)
             given[:, :known] = True
         tokens = self.decode(nets, tokens, given, request)
@@ -264,12 +264,12 @@ class PhenakiSystem(System):
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Texts without a word, (num, ...): what is drawn where nothing is said. ValueError: the model has no such, or
+        """Texts without a word, (num, ...): what is drawn where nothing is said. ConfigError: the model has no such, or
         labels are given.
         """
         if labels is not None:
-            raise ValueError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
-                             + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
+            raise ConfigError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
+                              + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
         return self.texts.of_nothing(num)
 
     @property
@@ -277,7 +277,7 @@ class PhenakiSystem(System):
         return not self.config.unconditional
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """What is read of texts, on the CPU. ValueError: unconditional, or no encoder is named."""
+        """What is read of texts, on the CPU. ConfigError: unconditional, or no encoder is named."""
         return self.texts.of_texts(texts)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:

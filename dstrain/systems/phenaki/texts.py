@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain.encoders.text import TextEncoder, captions_of, sent
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 
 NAMES = ("words", "text_encodings", "text_mask")
@@ -32,35 +33,35 @@ class Reader:
         self._kept: tuple[dict[str, int], Said] = {}, {}       # texts that were asked for, their rows in what was read
 
     def of_batch(self, given: dict[str, Tensor]) -> Said:
-        """From what the data hold: encodings, or captions packed as UTF-8. ValueError: neither, or of another width."""
+        """From what the data hold: encodings, or captions as UTF-8. ConfigError: neither, or of another width."""
         config, width = self.config, self.config.text_encodings_dim
         if config.unconditional:
             return {}
         if width is not None and "text_encodings" in given:
             encodings = given["text_encodings"]
             if encodings.shape[-1] != width:
-                raise ValueError(f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
-                                 f"model: set model.text_encodings_dim={encodings.shape[-1]}, or give those of another "
-                                 "encoder")
+                raise ConfigError(f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
+                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or give those of "
+                                  "another encoder")
             mask = given.get("text_mask", torch.ones(encodings.shape[:2], device=encodings.device)).bool()
             return {"text_encodings": encodings, "text_mask": mask}
         if width is None and "words" in given:
             return {"words": given["words"]}
         if "caption" not in given:
-            raise ValueError("data: there are no captions, and the model reads texts: give X.txt beside each video, "
-                             "data.captions=FILE or class folders, or set model.unconditional=true")
+            raise ConfigError("data: there are no captions, and the model reads texts: give X.txt beside each video, "
+                              "data.captions=FILE or class folders, or set model.unconditional=true")
         # Captions stay on the host, which reads them; what it makes of them goes to the rest of the batch.
         device = given.get("key", given["caption"]).device
         return {name: sent(value, device) for name, value in self._read(captions_of(given["caption"]), device).items()}
 
     def of_texts(self, texts: list[str]) -> Said:
-        """On the CPU, of each text once. ValueError: the model is unconditional, or no encoder is named.
+        """On the CPU, of each text once. ConfigError: the model is unconditional, or no encoder is named.
 
         The same texts, or some of them, may be asked for again without an encoder: where the data hold encodings it is
         loaded for prompts alone, and let go when they are read.
         """
         if self.config.unconditional:
-            raise ValueError("prompts: this model is unconditional and reads no texts; leave them out")
+            raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
         places, read = self._kept
         if not places.keys() >= set(texts):
             places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
@@ -74,12 +75,12 @@ class Reader:
         return {name: value[rows] for name, value in read.items()}
 
     def of_nothing(self, num: int) -> Said:
-        """Texts without a word, which the null text stands for. ValueError: the model has none."""
+        """Texts without a word, which the null text stands for. ConfigError: the model has none."""
         if self.config.unconditional:
             return {}
         if not self.config.has_null:
-            raise ValueError("prompts: this model was never trained without a text (cond_drop_prob is 0) and draws "
-                             "for texts alone; give some")
+            raise ConfigError("prompts: this model was never trained without a text (cond_drop_prob is 0) and draws "
+                              "for texts alone; give some")
         if self.config.text_encodings_dim is None:
             return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}
         return {"text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
@@ -101,13 +102,13 @@ class Reader:
         """The encoder, loaded where captions are first met: cached encodings need none."""
         if self.encoder is None:
             if self.config.text_encoder is None:
-                raise ValueError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                 "hub name of the encoder that made the data's text encodings")
+                raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
+                                  "hub name of the encoder that made the data's text encodings")
             encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
             wanted = self.config.text_encoder_fingerprint
             if wanted is not None and (found := encoder.fingerprint()) != wanted:
-                raise ValueError(f"text_encoder: {self.config.text_encoder} is the encoder {found}, the data's text "
-                                 f"encodings are of {wanted} (text_encoder_fingerprint); name the one that made them")
+                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {found}, the data's text "
+                                  f"encodings are of {wanted} (text_encoder_fingerprint); name the one that made them")
             self.encoder = encoder
         return self.encoder
 

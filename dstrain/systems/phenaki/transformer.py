@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
+from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0                                # added to scores of what is not seen: its exp is 0, fp16 holds it
 _SCALE = 8.0                                      # of the product of two unit vectors, before anything is learned
@@ -61,7 +62,7 @@ class TransformerBlock(nn.Module):
                  causal: bool = False, peg: bool = True, dropout: float = 0.0, over: str = "all") -> None:
         super().__init__()
         if over not in OVER:
-            raise ValueError(f"over: {over!r} is unknown; one of {', '.join(OVER)}")
+            raise ConfigError(f"over: {over!r} is unknown; one of {', '.join(OVER)}")
         assert not (causal and over == "all"), "attention over all tokens at once sees later frames"
         self.over, self.causal = over, causal and over == "time"
         self.peg = PositionEncoder3d(dim, causal) if peg else None

@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
+from dstrain.recipe import ConfigError
 
 SAMPLERS = ("ddpm", "ddim")
 LOSSES = ("l2", "l1", "huber")
@@ -78,26 +79,26 @@ class Config(recipe.Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.training_clamp_l2norm and self.prediction != "x_start":
-            raise ValueError(f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
-                             "leave it out, or predict x_start")
+            raise ConfigError(f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
+                              "leave it out, or predict x_start")
         clamps = [name for name in ("training_clamp_l2norm", "sampling_clamp_l2norm", "sampling_final_clamp_l2norm",
                                     "init_image_embed_l2norm") if getattr(self, name)]
         if clamps and (not self.normalize_embeds or self.image_embed_stats):
-            raise ValueError(f"{clamps[0]} needs data of one length: with normalize_embeds=false or image_embed_stats "
-                             "they have none; leave it out")
+            raise ConfigError(f"{clamps[0]} needs data of one length: with normalize_embeds=false or image_embed_stats "
+                              "they have none; leave it out")
         if self.image_embed_scale is not None and self.image_embed_stats is not None:
-            raise ValueError("image_embed_scale and image_embed_stats both scale the embeddings: give one of the two")
+            raise ConfigError("image_embed_scale and image_embed_stats both scale the embeddings: give one of the two")
         if self.beta_schedule == "jsd" and self.prediction == "eps":
-            raise ValueError("prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
-                             "tells nothing of x_start; predict x_start or v")
+            raise ConfigError("prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
+                              "tells nothing of x_start; predict x_start or v")
         wrong = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
         if wrong:
-            raise ValueError(f"evaluate_steps: {wrong} are not between 1 and timesteps={self.timesteps}")
+            raise ConfigError(f"evaluate_steps: {wrong} are not between 1 and timesteps={self.timesteps}")
         if self.num_candidates > 1 and self.text_embed_dim not in (None, self.image_embed_dim):
-            raise ValueError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} differ, "
-                             "so no candidate can be compared with its text: write model.num_candidates=1")
+            raise ConfigError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} "
+                              "differ, so no candidate can be compared with its text: write model.num_candidates=1")
         if self.heads * self.dim_head < 2:
-            raise ValueError("heads * dim_head is the width, which must be 2 at least")
+            raise ConfigError("heads * dim_head is the width, which must be 2 at least")
         return self
 
     def conflicts(self, run: recipe.Run) -> list[str]:

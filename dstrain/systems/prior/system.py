@@ -20,6 +20,7 @@ from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
 from dstrain.systems.prior.config import Config, SAMPLERS
@@ -57,7 +58,7 @@ class PriorSystem(System):
         """x_start (B, D), text_embed (B, T) and, where conditioned on, text_encodings (B, L, E), text_mask (B, L).
 
         Captions are encoded here where the data lack text embeddings, or encodings that are read: then both are one
-        encoder's. ValueError: widths that differ from the model's, or texts that the data lack.
+        encoder's. ConfigError: widths that differ from the model's, or texts that the data lack.
         """
         read = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -95,8 +96,8 @@ class PriorSystem(System):
         tokens = self.config.max_text_len
         if missing := self._lacks(given):
             if "caption" not in given:
-                raise ValueError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
-                                 "embeddings, give captions, or (for text_encodings) set model.max_text_len=0")
+                raise ConfigError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
+                                  "embeddings, give captions, or (for text_encodings) set model.max_text_len=0")
             given = self.text_encoder(device).encode(captions_of(given["caption"]))
         found = {"text_embed": self._text_embed(given["text_embed"])}
         if tokens:
@@ -105,8 +106,8 @@ class PriorSystem(System):
             self._fitting(encodings, width, "text_encodings_dim")
             short = tokens - encodings.shape[1]
             if short < 0:
-                raise ValueError(f"data: text_encodings have {encodings.shape[1]} tokens, model.max_text_len is "
-                                 f"{tokens}: make both equal")
+                raise ConfigError(f"data: text_encodings have {encodings.shape[1]} tokens, model.max_text_len is "
+                                  f"{tokens}: make both equal")
             mask = given.get("text_mask", torch.ones(encodings.shape[:2], device=encodings.device)).bool()
             found["text_encodings"] = F.pad(encodings, (0, 0, 0, short))                          # (B, L, E)
             found["text_mask"] = F.pad(mask, (0, short))                                          # (B, L)
@@ -119,16 +120,16 @@ class PriorSystem(System):
 
     def _fitting(self, values: Tensor, width: int, field: str) -> Tensor:
         if values.shape[-1] != width:
-            raise ValueError(f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
-                             f"in the model: set model.{field}={values.shape[-1]}, or give the data of another encoder")
+            raise ConfigError(f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
+                              f"in the model: set model.{field}={values.shape[-1]}, or give other data")
         return values
 
     def text_encoder(self, device: torch.device) -> TextEncoder:
         """The frozen encoder, loaded where captions are first met: cached embeddings need none."""
         if self._encoder is None:
             if self.config.text_encoder is None:
-                raise ValueError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                 "hub name of the encoder that made the data's text embeddings")
+                raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
+                                  "hub name of the encoder that made the data's text embeddings")
             self._encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len or None)
         return self._encoder.to(device)
 
@@ -203,13 +204,12 @@ class PriorSystem(System):
         """Image embeddings float32 (N, D), for each text the best of num_candidates by similarity with its embedding.
 
         Conditions: text_embed (N, T) and, where the model has text tokens, text_encodings (N, L, E), text_mask (N, L).
-        Samplers: ddpm and ddim. Raises ValueError for others, for more steps than the chain has, without texts, and for
-        guidance of a model that never saw a dropped text.
+        ConfigError: no text, more steps than the chain has, guidance of a model that never saw a dropped text.
         """
         if "text_embed" not in request.conditions:
-            raise ValueError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
+            raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
         if request.sampler not in SAMPLERS:
-            raise ValueError(f"sampler: {request.sampler!r} does not fit a prior; one of {', '.join(SAMPLERS)}")
+            raise ConfigError(f"sampler: {request.sampler!r} does not fit a prior; one of {', '.join(SAMPLERS)}")
         conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
         drawn = self._draw(nets, conditions, keys, request, count)                                # (count, N, D)
@@ -223,7 +223,7 @@ class PriorSystem(System):
         """`count` candidates for each key, one chain over all: (count, N, D)."""
         total, steps = self.config.timesteps, request.num_steps
         if not 1 <= steps <= total:
-            raise ValueError(f"num_steps: {steps} is not between 1 and the {total} timesteps of the chain")
+            raise ConfigError(f"num_steps: {steps} is not between 1 and the {total} timesteps of the chain")
         names = ["", *(f"candidate/{j}/" for j in range(1, count))]
         normal = lambda name: torch.cat([rng.normal(keys, before + name, self.shape) for before in names])
         every = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
@@ -243,8 +243,8 @@ class PriorSystem(System):
     def _chained(self, nets: Nets, conditions: dict[str, Tensor], scale: float) -> Network:
         """The guided network of one chain, which remembers its last x_start where it conditions itself."""
         if scale != 1 and not self.config.text_cond_drop_prob:
-            raise ValueError("guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample with "
-                             "guidance_scale 1, or train with text_cond_drop_prob above 0")
+            raise ConfigError("guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample "
+                              "with guidance_scale 1, or train with text_cond_drop_prob above 0")
         there = torch.zeros(len(conditions["text_embed"]), dtype=torch.bool, device=conditions["text_embed"].device)
         said, null = self.said(conditions, there), self.said(conditions, ~there)
         last: list[Tensor] = []
@@ -286,7 +286,7 @@ class PriorSystem(System):
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """What the frozen encoder makes of texts, on the CPU, of each once. ValueError: the recipe names no encoder."""
+        """What the frozen encoder makes of texts, on the CPU. ConfigError: the recipe names no encoder."""
         encoder, places = self.text_encoder(torch.device("cpu")), {}
         rows = torch.tensor([places.setdefault(text, len(places)) for text in texts])
         once = list(places)
@@ -326,5 +326,5 @@ class PriorSystem(System):
 
 
 def build(config: Config) -> PriorSystem:
-    """The system of a config. Raises ValueError where its statistics cannot be read or do not fit."""
+    """The system of a config. Raises ConfigError where its statistics cannot be read or do not fit."""
     return PriorSystem(config)

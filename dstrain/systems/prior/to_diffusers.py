@@ -24,6 +24,7 @@ from torch import nn
 from dstrain import rng
 from dstrain.diffusion.published import PREDICTIONS
 from dstrain.nn.measures import apart
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
@@ -45,7 +46,7 @@ def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
     """Writes the folder; `statistics` are an autoencoder's, a prior has no `classes`.
 
-    ValueError: what diffusers' layout cannot express.
+    ConfigError: what diffusers' layout cannot express.
     """
     from diffusers import PriorTransformer
 
@@ -86,12 +87,12 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
 
 def _require(config: Config) -> None:
     if config.self_cond:
-        raise ValueError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only models "
-                         "without self_cond are exported there; take --format safetensors")
+        raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
+                          "models without self_cond are exported there; take --format safetensors")
     if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
-        raise ValueError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
-                         f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
-                         "--format safetensors")
+        raise ConfigError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
+                          f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
+                          "--format safetensors")
 
 
 def _arguments(config: Config) -> dict[str, Any]:

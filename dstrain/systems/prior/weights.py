@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dstrain.nn import fitting
+from dstrain.recipe import ConfigError
 from dstrain.systems.prior.config import Config
 
 # What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
@@ -29,7 +30,7 @@ _REMEDIES = (
 def statistics(config: Config) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation float32 (D,) that embeddings are brought to 0 and 1 by; a scale is 1 / deviation.
 
-    ValueError: image_embed_stats cannot be read, or is of another width.
+    ConfigError: image_embed_stats cannot be read, or is of another width.
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
@@ -43,17 +44,17 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
                 found |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
                           if name in ("clip_mean", "clip_std")}
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
+            raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
     for name in ("clip_mean", "clip_std"):
         if name not in found:
-            raise ValueError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
-                             "clip_std, such as that of a diffusers prior")
+            raise ConfigError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
+                              "clip_std, such as that of a diffusers prior")
         if len(found[name]) != dim:
-            raise ValueError(f"image_embed_stats: {name} in {path} is {len(found[name])} wide, image_embed_dim is "
-                             f"{dim}")
+            raise ConfigError(f"image_embed_stats: {name} in {path} is {len(found[name])} wide, image_embed_dim is "
+                              f"{dim}")
     if not bool((found["clip_std"] > 0).all()):
-        raise ValueError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave "
-                         "image_embed_stats out")
+        raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave "
+                          "image_embed_stats out")
     return found["clip_mean"], found["clip_std"]
 
 
@@ -63,7 +64,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
 
     clip_mean and clip_std are left out, since they are the recipe's; they must agree with `mean` and `std` (D,). Null
     texts and the map of the previous prediction, which published files lack, begin at 0.
-    Raises ValueError at the first other difference, with both sides and the remedy.
+    Raises ConfigError at the first other difference, with both sides and the remedy.
     """
     wanted = fitting.shapes_of(network)
     state, notes = dict(state), []
@@ -72,9 +73,9 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
         same = [torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5) if a.numel() == len(b) else False
                 for a, b in zip(theirs, (mean, std))]
         if not all(same):
-            raise ValueError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
-                             "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
-                             "it was made with")
+            raise ConfigError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
+                              "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
+                              "it was made with")
         notes.append("clip_mean, clip_std: as in the recipe")
     elif theirs[1] is not None:
         notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
@@ -90,15 +91,15 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
 def require_same(said: Mapping[str, Any], config: Config) -> None:
     """Whether a config.json of diffusers is of this network as far as weights do not show it.
 
-    ValueError: the first difference.
+    ConfigError: the first difference.
     """
     if said.get("_class_name") != "PriorTransformer":
-        raise ValueError(f"weights: config.json is of class {said.get('_class_name')}, system prior takes a "
-                         "PriorTransformer")
+        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system prior takes a "
+                          "PriorTransformer")
     for name, ours, usual in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
         if said.get(name, usual) != getattr(config, ours):
-            raise ValueError(f"weights: {name} is {said.get(name, usual)} in config.json, model.{ours} is "
-                             f"{getattr(config, ours)}; set it to what the file was made with")
+            raise ConfigError(f"weights: {name} is {said.get(name, usual)} in config.json, model.{ours} is "
+                              f"{getattr(config, ours)}; set it to what the file was made with")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

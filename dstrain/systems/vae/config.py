@@ -9,6 +9,7 @@ from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.perceptual import REMEDY
 from dstrain.nn.quantize import SAMPLINGS
+from dstrain.recipe import ConfigError
 
 RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
 
@@ -34,8 +35,8 @@ class Temperature(Section):
     @model_validator(mode="after")
     def _falls(self) -> "Temperature":
         if self.schedule != "constant" and self.minimum > self.start:
-            raise ValueError(f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
-                             "start, or take schedule constant")
+            raise ConfigError(f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
+                              "start, or take schedule constant")
         return self
 
 
@@ -70,7 +71,7 @@ class Discrete(Section):
     @model_validator(mode="after")
     def _positive(self) -> "Discrete":
         if self.normalization and min(self.normalization[1]) <= 0:
-            raise ValueError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
+            raise ConfigError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
         return self
 
 
@@ -119,11 +120,11 @@ class KL(Section):
     @model_validator(mode="after")
     def _fits(self) -> "KL":
         if not self.block_out_channels:
-            raise ValueError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
+            raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
         odd = [width for width in self.block_out_channels if width % self.norm_num_groups]
         if odd:
-            raise ValueError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
-                             f"norm_num_groups, {self.norm_num_groups}")
+            raise ConfigError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
+                              f"norm_num_groups, {self.norm_num_groups}")
         return self
 
     @property
@@ -146,28 +147,28 @@ class Config(Section):
     def _check(self) -> "Config":
         if (self.discrete is None) == (self.kl is None):
             given = "neither is" if self.kl is None else "both are"
-            raise ValueError(f"discrete and kl: {given} given; give the section of the kind you want ({{}} is all "
-                             "defaults), null for the other")
+            raise ConfigError(f"discrete and kl: {given} given; give the section of the kind you want ({{}} is all "
+                              "defaults), null for the other")
         if self.image_size % self.factor:
             whole = max(self.image_size // self.factor, 1) * self.factor
             by = "kl.block_out_channels" if self.kl else "discrete.num_layers"
-            raise ValueError(f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of {by}; "
-                             f"take {whole} or {whole + self.factor}, or another {by}")
+            raise ConfigError(f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of "
+                              f"{by}; take {whole} or {whole + self.factor}, or another {by}")
         if self.discrete and self.discrete.normalization:
             lengths = [len(values) for values in self.discrete.normalization]
             if lengths != [self.channels] * 2:
-                raise ValueError(f"discrete.normalization has {lengths[0]} means and {lengths[1]} deviations, channels "
-                                 f"is {self.channels}: give one of each for every channel")
+                raise ConfigError(f"discrete.normalization has {lengths[0]} means and {lengths[1]} deviations, "
+                                  f"channels is {self.channels}: give one of each for every channel")
         if self.kl and self.kl.perceptual and self.channels == 4:
-            raise ValueError("kl.perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
+            raise ConfigError("kl.perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
         if self.kl and self.kl.perceptual and self.image_size < 16:
-            raise ValueError(f"kl.perceptual halves the side four times, image_size is {self.image_size}: take 16 or "
-                             "more")
+            raise ConfigError(f"kl.perceptual halves the side four times, image_size is {self.image_size}: take 16 or "
+                              "more")
         if self.kl and self.kl.discriminator:
             n_layers = self.kl.discriminator.n_layers
             if self.image_size < least_size(n_layers):
-                raise ValueError(f"kl.discriminator.n_layers {n_layers} needs images of {least_size(n_layers)} pixels, "
-                                 f"image_size is {self.image_size}: take fewer layers")
+                raise ConfigError(f"kl.discriminator.n_layers {n_layers} needs images of {least_size(n_layers)} "
+                                  f"pixels, image_size is {self.image_size}: take fewer layers")
         return self
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.quantize import Codebook, relax, wide
+from dstrain.recipe import ConfigError
 from dstrain.systems.vae.losses import from_logit_laplace
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
@@ -36,7 +37,7 @@ class DiscreteVAE(nn.Module):
                  logit_laplace: bool = False, normalization: Normalization | None = None) -> None:
         super().__init__()
         if image_size % 2 ** num_layers:
-            raise ValueError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2 ** num_layers}")
+            raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2 ** num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
         self.normalize = Normalize(*(normalization or usual(channels)))
         self.codebook = Codebook(num_tokens, codebook_dim)

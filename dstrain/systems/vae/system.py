@@ -14,6 +14,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.nn.fitting import Remedies
 from dstrain.nn.measures import psnr, ssim
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
@@ -34,11 +35,11 @@ class AutoencoderSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start in [-1, 1]. ValueError: images of another shape than the model's."""
+        """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
         found = tuple(batch["image"].shape[1:])
         if found != self.config.shape:
-            raise ValueError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                             f"image_size, the data give {found}; change the one or the other")
+            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
+                              f"image_size, the data give {found}; change the one or the other")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:

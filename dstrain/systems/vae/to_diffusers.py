@@ -5,7 +5,7 @@ What every system's to_diffusers.py offers to dstrain/export.py:
     about(system)                              what it becomes, what whoever loads it has to know ("": nothing), and
                                                lines of Python that load it from "OUT"
     save(system, nets, folder, statistics, classes)
-                                               writes what diffusers loads; ValueError: it cannot be expressed, and why
+                                               writes what diffusers loads; ConfigError: it cannot be expressed, and why
     errors(system, nets, folder, example)      what diffusers makes of it, read again, against the trained networks: the
                                                largest relative difference by name
     TOLERATED                                  the largest difference that is kept, by name, where it is another than
@@ -21,6 +21,7 @@ from torch import nn
 
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
 from dstrain.nn.measures import apart
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
@@ -43,8 +44,8 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
     from diffusers import AutoencoderKL
 
     if not isinstance(system, KLSystem):
-        raise ValueError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL; "
-                         "take --format safetensors")
+        raise ConfigError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL; "
+                          "take --format safetensors")
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
     config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}
@@ -56,11 +57,11 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
 
 @torch.no_grad()
 def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Of the posterior's mean and deviation, and of the decoded mean. ValueError: the weights have other bits."""
+    """Of the posterior's mean and deviation, and of the decoded mean. ConfigError: the weights have other bits."""
     read = Autoencoder(str(folder)).to(example["x_start"].device)
     ours, theirs = fingerprint(*system.identity(nets)), read.fingerprint()
     if ours != theirs:
-        raise ValueError(f"{folder} was read back as the first stage {theirs}, the trained one is {ours}")
+        raise ConfigError(f"{folder} was read back as the first stage {theirs}, the trained one is {ours}")
     codes = system.codes(nets, example)
     mean, std = posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample

@@ -476,7 +476,7 @@ def test_samples_that_cannot_be(tokenizer):
     plain, silent_ = build(tokenizer={"path": tokenizer}), build(unconditional=True)
     certain = build(cond_drop_prob=0, tokenizer={"path": tokenizer})
     for words, system, changes in (
-            ("no tokenizer is named", silent_, {}), ("'ddim' does not fit this model; one of confidence", plain,
+            ("no tokenizer is named", silent_, {}), ("'ddim' is none of confidence", plain,
                                                      {"sampler": "ddim"}),
             ("'critic' does not fit", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
             ("no null text", certain, {"guidance_scale": 2.0}), ("draws for texts alone", certain, {}),

@@ -9,6 +9,7 @@ from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.perceptual import REMEDY
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Section
 from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
 
@@ -100,22 +101,22 @@ class Config(Section):
             bits_of(self.codebook_size)
         height, width = self.size
         if height % self.patch_size or width % self.patch_size:
-            raise ValueError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
-                             "divisor of both sides, or other sides")
+            raise ConfigError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
+                              "divisor of both sides, or other sides")
         p = self.temporal_patch_size
         if (self.num_frames - 1) % p:
             least = self.num_frames - (self.num_frames - 1) % p
-            raise ValueError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
-                             f"{least} or {least + p}")
+            raise ConfigError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
+                              f"{least} or {least + p}")
         if self.perceptual and self.channels == 4:
-            raise ValueError("perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
+            raise ConfigError("perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
         if self.perceptual and min(self.size) < 16:
-            raise ValueError(f"perceptual halves the side four times, image_size is {height} x {width}: take 16 or "
-                             "more")
+            raise ConfigError(f"perceptual halves the side four times, image_size is {height} x {width}: take 16 or "
+                              "more")
         if self.discriminator and min(self.size) < least_size(self.discriminator.n_layers):
             n_layers = self.discriminator.n_layers
-            raise ValueError(f"discriminator.n_layers {n_layers} needs frames of {least_size(n_layers)} pixels, "
-                             f"image_size is {height} x {width}: take fewer layers")
+            raise ConfigError(f"discriminator.n_layers {n_layers} needs frames of {least_size(n_layers)} pixels, "
+                              f"image_size is {height} x {width}: take fewer layers")
         return self
 
     @property

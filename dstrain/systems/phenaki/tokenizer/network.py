@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import wide
+from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import PositionBias, Transformer, alibi
 
 QUANTIZERS = ("lookup_free", "cosine")
@@ -52,7 +53,7 @@ class CViViT(nn.Module):
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if height % patch_size or width % patch_size:
-            raise ValueError(f"patch_size: {patch_size} does not divide image_size {height} x {width}")
+            raise ConfigError(f"patch_size: {patch_size} does not divide image_size {height} x {width}")
         self.grid = (height // patch_size, width // patch_size)
         self.patch_size, self.temporal_patch_size, self.heads = patch_size, temporal_patch_size, heads
         values = channels * patch_size ** 2

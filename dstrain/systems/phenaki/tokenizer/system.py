@@ -24,6 +24,7 @@ from dstrain.nn.fitting import require_fit, shapes_of
 from dstrain.nn.lookup_free import Usage, bits_of
 from dstrain.nn.measures import codebook_usage, histogram, psnr, ssim
 from dstrain.nn.perceptual import Perceptual
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
 from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, covered, real_frames
@@ -71,17 +72,17 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ValueError: they do not fit."""
+        """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
         given = {"image", "video"} & batch.keys()
         example = {name: tensor for name, tensor in batch.items() if name not in given}
         video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
         found, p = tuple(video.shape[2:]), self.config.temporal_patch_size
         if found != self.config.shape:
-            raise ValueError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                             f"image_size, the data give {found}; change the one or the other")
+            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
+                              f"image_size, the data give {found}; change the one or the other")
         if (video.shape[1] - 1) % p:
-            raise ValueError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
-                             f"take {video.shape[1] - (video.shape[1] - 1) % p}")
+            raise ConfigError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
+                              f"take {video.shape[1] - (video.shape[1] - 1) % p}")
         example["x_start"] = video.float() / 127.5 - 1
         if "frames" not in example:
             example["frames"] = torch.full((len(video),), video.shape[1], device=video.device)
@@ -266,12 +267,12 @@ class TokenizerSystem(System):
         return said | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Names and shapes must be ours, which are the same for any image_size and num_frames. ValueError: the first
+        """Names and shapes must be ours, which are the same for any image_size and num_frames. ConfigError: the first
         that differs, or a file of phenaki-pytorch.
         """
         if any(".dsconv." in name for name in state):
-            raise ValueError("weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
-                             "places; its weights mean nothing in a network that does not: train anew")
+            raise ConfigError("weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
+                              "places; its weights mean nothing in a network that does not: train anew")
         with torch.device("meta"):
             shapes = shapes_of(self.networks()[part])
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
@@ -286,8 +287,8 @@ class TokenizerSystem(System):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         ours, theirs = ({name: tuple(q.shape) for name, q in of.items()} for of in (self.state_dict(), state))
         if ours != theirs:
-            raise ValueError(f"the checkpoint's state is {theirs}, the model's {ours}; set quantizer and codebook_size "
-                             "to those it was made with")
+            raise ConfigError(f"the checkpoint's state is {theirs}, the model's {ours}; set quantizer and "
+                              "codebook_size to those it was made with")
         if self._usage is not None:
             self._usage.q = state["usage"].clone()
 
