@@ -90,7 +90,7 @@ class Trial:
         words = [*own, *overrides, f"folder={folder / case / 'run'}"]
         if name == "tiny-phenaki":
             words.append(f"model.tokenizer.path={folder / 'tokens'}")
-        options = cli.Options(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
+        options = cli.JobOptions(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
         job = cli.prepare(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)

@@ -117,7 +117,7 @@ WRONG = {
     "no image": (["data.path=mixed"], "data.path=mixed"),
     "empty class": (["data.path=classes"], "class folders without images: b"),
     "data is a file": (["data.path=afile"], "data.path=afile"),
-    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images: give a folder of images"),
+    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images or cached latents: give a folder of images"),
     "unknown built-in": (["data.path=builtin:mnist"], "builtin:fashion"),
     "nothing to start from": (["init_from=/no/weights"], "init_from=/no/weights does not exist"),
     "folder is a file": (["folder=afile"], "name another folder"),

@@ -130,20 +130,16 @@ class DiTSystem(System):
         Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ConfigError for others, for more
         steps than the chain has, and for guidance of a model that never saw a dropped label.
         """
-        if self.config.codes and not self.first_stage:
-            raise ConfigError("first_stage: these are latents, and no autoencoder decodes them; set "
-                              "model.first_stage.path to the folder of the one that encoded them")
-        known = SAMPLERS[self.config.objective]
-        if request.sampler not in known:
-            raise ConfigError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
-                              f"{', '.join(known)}")
+        if problem := self.cannot_draw():
+            raise ConfigError(problem)
+        sampler = self.sampler(request.sampler)
         keys = rng.keys_of_seeds(request.seeds)
         x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
         if self.config.objective == "flow":
-            x_start = self._flow(network, x, request)
+            x_start = self._flow(network, x, sampler, request.num_steps)
         else:
-            x_start = self._chain(network, x, request, keys)
+            x_start = self._chain(network, x, sampler, request.num_steps, keys)
         pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
@@ -156,22 +152,28 @@ class DiTSystem(System):
         return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
                                self.config.guidance_channels)
 
-    def _chain(self, network: Network, x: Tensor, request: Request, keys: Tensor) -> Tensor:
-        total, count = self.diffusion.num_timesteps, request.num_steps
+    def cannot_draw(self) -> str | None:
+        if self.config.codes and not self.first_stage:
+            return ("first_stage: these are latents, and no autoencoder decodes them; set model.first_stage.path to "
+                    "the folder of the one that encoded them")
+        return None
+
+    def _chain(self, network: Network, x: Tensor, sampler: str, count: int, keys: Tensor) -> Tensor:
+        total = self.diffusion.num_timesteps
         if not 1 <= count <= total:
             raise ConfigError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
         clip = self.models_pixels()
-        if request.sampler == "ddim":
+        if sampler == "ddim":
             # Evenly strided as published, where such a stride exists.
             spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
             return samplers.ddim(self.diffusion.respaced(spec), network, x, clip_denoised=clip)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
         return samplers.ancestral(self.diffusion.respaced(str(count)), network, x, noise, clip_denoised=clip)
 
-    def _flow(self, network: Network, x: Tensor, request: Request) -> Tensor:
-        if request.sampler == "euler":
-            return self.flow.euler(network, x, request.num_steps)
-        return self.flow.heun(network, x, max(request.num_steps // 2, 1))        # two evaluations a step
+    def _flow(self, network: Network, x: Tensor, sampler: str, count: int) -> Tensor:
+        if sampler == "euler":
+            return self.flow.euler(network, x, count)
+        return self.flow.heun(network, x, max(count // 2, 1))                    # two evaluations a step
 
     def models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that predicted x_start may be clipped to it; latents do not."""

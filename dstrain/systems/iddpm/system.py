@@ -137,8 +137,7 @@ class IDDPMSystem(System):
         Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). Raises ConfigError
         without it, for other samplers, more steps than the chain has, labels that are no class, and guidance.
         """
-        if request.sampler not in SAMPLERS:
-            raise ConfigError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
+        sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
         self._check_steps(request.num_steps)
@@ -150,20 +149,20 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        chain = self._chain(self._spec(request))
-        if request.sampler == "ddim":
+        chain = self._chain(self._spec(sampler, request.num_steps))
+        if sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
         else:
             noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
             x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
         return _levels(x_start)
 
-    def _spec(self, request: Request) -> str:
+    def _spec(self, sampler: str, count: int) -> str:
         """Which timesteps: those of timestep_respacing where it keeps as many, else evenly spaced as published."""
-        total, count = self.config.diffusion_steps, request.num_steps
+        total = self.config.diffusion_steps
         if self.config.timestep_respacing and count == self.config.respaced_steps():
             return self.config.timestep_respacing
-        if request.sampler == "ddim" and schedule.has_stride(total, count):
+        if sampler == "ddim" and schedule.has_stride(total, count):
             return f"ddim{count}"
         return str(count)
 
