@@ -100,10 +100,13 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
 
     shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
     `downscale_freq_shift` of diffusers' DiT, which reaches it.
+
+    Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
+    CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.
     """
     half = dim // 2
-    index = torch.arange(half, dtype=torch.float32, device=t.device)
-    frequencies = torch.exp(-math.log(max_period) * index / (half - shift))
+    index = torch.arange(half, device=t.device).double()
+    frequencies = torch.exp(-math.log(max_period) * index / (half - shift)).float()
     angles = t[:, None].float() * frequencies[None]                                                # (B, half)
     features = torch.cat((torch.cos(angles), torch.sin(angles)), dim=1)
     return F.pad(features, (0, dim % 2))
