@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dstrain.nn.attention import attend
+
 
 class Linear(nn.Linear):
     """A linear layer that knows its initialization: xavier (uniform), normal (std 0.02) or zero. Biases start at 0."""
@@ -79,7 +81,7 @@ class SelfAttention(nn.Module):
         batch, count, dim = x.shape
         qkv = self.qkv(x).view(batch, count, 3, self.num_heads, dim // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)                     # (B, heads, N, dim / heads) each
-        x = F.scaled_dot_product_attention(query, key, value)
+        x = attend(query, key, value)
         return self.proj(x.transpose(1, 2).reshape(batch, count, dim))
 
 
