@@ -15,6 +15,8 @@ from dstrain.weights import fitted
 from tests.support import first_stage
 from tests.support.checkpoints import edited, lacking
 
+pytestmark = pytest.mark.usefixtures("exact_timesteps")
+
 SMALL = {"patch_size": 2, "hidden_size": 32, "depth": 3, "num_heads": 2, "num_classes": 7, "time_freq": "diffusers",
          "image_size": 16}
 FILE = "diffusion_pytorch_model.safetensors"
