@@ -17,7 +17,7 @@ from dstrain import ranks, recipe, systems
 from dstrain.config import ConfigError, Data, Run
 from dstrain.ending import run_main as run_main  # with which every script begins
 from dstrain.engine import settings
-from dstrain.folders import last_saved
+from dstrain.folders import last_saved, settings_before
 from dstrain.options import Parser
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
@@ -121,7 +121,8 @@ def prepare(options: Options, world: int | None = None, device_type: str | None 
         problems.append(str(error))                                          # an unknown system
     problems += _paths(run)
     try:
-        resolved = settings.resolve(options.ds_config, run, world, device_type)
+        before = {} if options.from_scratch else settings_before(run.directory)
+        resolved = settings.resolve(options.ds_config, run, world, device_type, before)
     except ConfigError as error:
         problems += error.problems
     problems += _sharding(run, resolved) if not problems else []

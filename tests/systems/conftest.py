@@ -7,7 +7,7 @@ from diffusers.models import embeddings
 
 @pytest.fixture
 def exact_timesteps(monkeypatch):
-    """diffusers' sinusoids by its own code, their frequencies in float64 and rounded once, as ours are.
+    """diffusers' sinusoids by its own code, frequencies in float64 and rounded once, as ours are.
 
     In float32 they are as good as the CPU's exp, and move a network's prediction by 2e-5 or more: ours would be compared
     to no better than that.
