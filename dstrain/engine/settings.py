@@ -109,7 +109,8 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
 def _multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bf16, and oneDNN may use them.
 
-    A table, and no measurement: ranks time the same thing differently, and must agree. TABLE
+    A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread
+    of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
     """
     import torch
     if os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper() in _EMULATING:
