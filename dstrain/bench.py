@@ -9,7 +9,7 @@ Both sides get one synthetic batch again and again, so the loader is left out. T
 and the median time of a step are reported. The rival is one process: on several ranks only dstrain's side runs.
 
 2026-11-22, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
-rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). launch/bench_attention.py times attention's forms.
+rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). Attention: launch/bench_attention.py.
 """
 
 import statistics

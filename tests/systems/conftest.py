@@ -9,8 +9,8 @@ from diffusers.models import embeddings
 def exact_timesteps(monkeypatch):
     """diffusers' sinusoids by its own code, frequencies in float64 and rounded once, as ours are.
 
-    In float32 they are as good as the CPU's exp, and move a network's prediction by 2e-5 or more: ours would be compared
-    to no better than that.
+    In float32 they are as good as the CPU's exp and move a network's prediction by 2e-5 or more: no comparison would
+    be closer than that.
     """
     theirs, arange, exp = embeddings.get_timestep_embedding, torch.arange, torch.exp
 
