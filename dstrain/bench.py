@@ -8,8 +8,8 @@
 Both sides get one synthetic batch again and again, so the loader is left out. They take turns, A B A B; the smallest
 and the median time of a step are reported. The rival is one process: on several ranks only dstrain's side runs.
 
-2026-11-21, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
-rank: a step of dstrain took 1.08 times a plain one (0.42 s against 0.39 s).
+2026-11-22, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
+rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). Attention: launch/bench_attention.py.
 """
 
 import statistics

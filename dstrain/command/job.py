@@ -50,7 +50,8 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
     with _collecting(problems):
-        resolved = settings.resolve(options.ds_config, run, world, device_type)
+        before = {} if options.from_scratch else folders.settings_before(run.directory)
+        resolved = settings.resolve(options.ds_config, run, world, device_type, before)
     if not problems:
         problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
     if not problems and group.place().rank == 0:

@@ -108,6 +108,15 @@ def last_saved(folder: Path) -> int:
         return 0
 
 
+def settings_before(folder: Path) -> dict[str, Any]:
+    """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
+    try:
+        found = json.loads((folder / "ds_config.json").read_text()) if last_saved(folder) else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def note_saved(folder: Path, step: int) -> None:
     _replace(folder / "saved", f"{step}\n")
 

@@ -33,7 +33,9 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 
-TOLERATED = {"chain": 1e-3}                       # relative; an error of rounding grows along a chain
+# Relative. diffusers takes its timesteps' sinusoids from float32's exp, ours are exact: 2e-5 of a prediction, 1e-4 on
+# CPUs whose exp is poor. An error of rounding grows along a chain.
+TOLERATED = {"with label": 3e-4, "without label": 3e-4, "chain": 5e-3}
 _NULL = 1000                                      # DiTPipeline's number of "no label"
 _COUNT, _IN_CHAIN = 4, 2                          # samples that are compared by themselves, and along a chain
 _SCALE, _FLOW_STEPS = 1.5, 5                      # of a chain: guidance, and Euler's steps
