@@ -60,7 +60,7 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)]
+    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         saved=lambda step: folders.note_saved(folder, step))
     first = begin(run, engines, ema, saves, system, notes)

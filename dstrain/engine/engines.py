@@ -8,9 +8,8 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine import prepare_environment
-from dstrain.engine.initial import constructed_weights, full_shape, initial_weights, resets
+from dstrain.engine.initial import Networks, Values, build, full_shape
 from dstrain.engine.masters import Masters
 from dstrain.engine.settings import offloads_optimizer, stage
 from dstrain.ranks import group
@@ -101,9 +100,10 @@ def _free_port() -> int:
 class Engines(Mapping[str, Any]):
     """The engines by part, in update order; their masters; what is done to all of them together."""
 
-    def __init__(self, networks: Callable[[], dict[str, nn.Module]], run: Run, settings: dict[str, Any],
+    def __init__(self, networks: Networks, run: Run, settings: dict[str, Any],
                  decays: Decays, blocks: tuple[type[nn.Module], ...] = ()):
         self.settings = settings
+        self.notes: list[str] = []                                        # lines for the user
         self._engines: dict[str, Any] = {}
         self._finite: dict[str, bool] = {}
         self._learned: set[str] = set()                                   # parts that had a turn since set_lr
@@ -112,8 +112,7 @@ class Engines(Mapping[str, Any]):
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
         if compiled:                                                      # a UNet's blocks are of more kinds than its 8
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for part, network in self._build(networks, run.seed).items():
-            constructed = constructed_weights(network)
+        for part, (network, values) in self._build(networks, run.seed).items():
             if run.channels_last:
                 network.register_forward_pre_hook(_channels_last)
             if compiled:
@@ -122,22 +121,18 @@ class Engines(Mapping[str, Any]):
                         module.compile()                                  # in place: names stay, ZeRO still overlaps
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
-            self.set_weights(part, chain(constructed.items(), initial_weights(network, run.seed)))
+            self.set_weights(part, values)
             self.masters[part].forget_moments()
 
-    def _build(self, networks: Callable[[], dict[str, nn.Module]], seed: int) -> dict[str, nn.Module]:
-        """Fresh networks; at stage 3 in pieces from the start, where every module can set its weights again."""
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            shapes = networks() if stage(self.settings) == 3 else {}
-        whole = all(resets(module) or not any(True for _ in module.parameters(recurse=False))
-                    for network in shapes.values() for module in network.modules())
-        pieces: Any = nullcontext()
-        if shapes and whole:
-            import deepspeed
-            pieces = deepspeed.zero.Init(config_dict_or_path=self.settings)
-        with torch.random.fork_rng(devices=[]), pieces:
-            torch.manual_seed(seed)                                       # for modules that only their constructors set
-            return networks()
+    def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
+        """Fresh networks and their initial values; at stage 3 in pieces from the start where `build` can."""
+        if stage(self.settings) != 3:
+            return build(networks, seed)
+        import deepspeed
+        return build(networks, seed, lambda: deepspeed.zero.Init(config_dict_or_path=self.settings),
+                     lambda reason: self.notes.append(
+                         f"note: every rank begins with the whole networks in its memory: {reason}; see "
+                         "System.networks in dstrain/systems/base.py"))
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
         import deepspeed
