@@ -4,7 +4,6 @@ An engine hooks the outputs of its network, so two engines in one graph are sile
 gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
-import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine import prepare_environment
+from dstrain.engine import nonfinite, prepare_environment
 from dstrain.engine.initial import Networks, Values, build, full_shape
 from dstrain.engine.masters import Masters
 from dstrain.engine.settings import offloads_optimizer, stage
@@ -105,9 +104,7 @@ class Engines(Mapping[str, Any]):
         self.settings = settings
         self.notes: list[str] = []                                        # lines for the user
         self._engines: dict[str, Any] = {}
-        self._finite: dict[str, bool] = {}
         self._learned: set[str] = set()                                   # parts that had a turn since set_lr
-        self._norms: dict[str, float] = {}
         self.masters: dict[str, Masters] = {}
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
         if compiled:                                                      # a UNet's blocks are of more kinds than its 8
@@ -122,7 +119,7 @@ class Engines(Mapping[str, Any]):
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
             self.set_weights(part, values)
-            self.masters[part].forget_moments()
+            self.masters[part].reset_optimizer_state()
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         """Fresh networks and their initial values; at stage 3 in pieces from the start where `build` can."""
@@ -202,29 +199,17 @@ class Engines(Mapping[str, Any]):
 
     def learn(self, part: str, loss: Tensor) -> None:
         """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
-        engine = self._engines[part]
         self._learned.add(part)
-        engine.backward(loss)
-        if self.masters[part].replicated and engine.is_gradient_accumulation_boundary() and not self._finite_norm(part):
-            self.masters[part].pass_over()
-        else:
-            engine.step()
-
-    def _finite_norm(self, part: str) -> bool:
-        """Stage 0 in fp32 applies NaN without a look, so we look: it has just averaged the gradients on all ranks."""
-        gradients = [weight.grad for weight in self[part].module.parameters() if weight.grad is not None]
-        self._norms[part] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float()).item()
-        self._finite[part] = math.isfinite(self._norms[part])
-        return self._finite[part]
+        self._engines[part].backward(loss)
+        nonfinite.step(self.masters[part])
 
     def applied(self) -> dict[str, bool]:
         """For each part that had a turn in this step, whether it changed the weights; a GAN's other part may wait."""
-        return {part: bool(engine.was_step_applied()) and self._finite.get(part, True)
-                for part, engine in self._engines.items() if part in self._learned}
+        return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def skipped(self) -> int:
         """Steps that were not applied so far, since the run began."""
-        return max(engine.skipped_steps for engine in self._engines.values())
+        return max(masters.skipped for masters in self.masters.values())
 
     def set_lr(self, lr: float) -> None:
         """Begins a step: its learning rate, and nobody has learned yet."""
@@ -237,12 +222,9 @@ class Engines(Mapping[str, Any]):
         """By part: grad_norm, of the last step before clipping, where it was computed; param_norm, of the fp32 weights;
         loss_scale under fp16. Call on all ranks; it waits for the device, so only in a report.
         """
-        found: dict[str, float] = {}
-        for part, engine in self._engines.items():
+        figures: dict[str, float] = {}
+        for part, masters in self.masters.items():
             prefix = "" if len(self) == 1 else f"{part}/"
-            scaler = getattr(engine.optimizer, "loss_scaler", None)
-            values = {"grad_norm": self._norms.get(part, engine.get_global_grad_norm()),
-                      "param_norm": self.masters[part].norm(),
-                      "loss_scale": scaler.cur_scale if engine.fp16_enabled() else None}
-            found |= {prefix + name: float(value) for name, value in values.items() if value is not None}
-        return found
+            values = {"grad_norm": masters.grad_norm, "param_norm": masters.norm(), "loss_scale": masters.loss_scale}
+            figures |= {prefix + name: value for name, value in values.items() if value is not None}
+        return figures
