@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain import systems
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
 from dstrain.engine.settings import precision
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System

@@ -16,9 +16,10 @@ from dstrain.data.spread import Spread
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.nonfinite import SkippedSteps
 from dstrain.engine.settings import remarks
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.ranks.stops import Stops
 from dstrain.recipe import ConfigError, Run

@@ -4,96 +4,21 @@ An engine hooks the outputs of its network, so two engines in one graph are sile
 gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine import nonfinite, prepare_environment
-from dstrain.engine.initial import Networks, Values, build, full_shape
-from dstrain.engine.masters import Masters
+from dstrain.engine import nonfinite
+from dstrain.engine.channels_last import use_channels_last
+from dstrain.engine.initial import Networks, Values, build
+from dstrain.engine.masters import Masters, full_shape
 from dstrain.engine.settings import offloads_optimizer, stage
-from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import Run
 
 Decays = Callable[[str, Tensor], bool]
-
-
-def start(timeout_minutes: float = 30) -> None:
-    """Joins the process group, told by whichever launcher started this process, or alone.
-
-    A rank that waits for others longer than `timeout_minutes`, whatever for, raises: they are gone, see group.lost.
-    """
-    prepare_environment()
-    place = group.place()
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
-    os.environ.setdefault("MASTER_ADDR", _first_host())
-    if "MASTER_PORT" not in os.environ:
-        # Ranks that share no launcher need one port; a process alone takes any free one.
-        os.environ["MASTER_PORT"] = str(_free_port() if place.world == 1 else _job_port())
-    import deepspeed
-    if torch.cuda.is_available():
-        torch.cuda.set_device(group.device())
-    if not group.started():
-        patience = timedelta(minutes=timeout_minutes)
-        # Groups that DeepSpeed and we make beside the first one have torch's own patience, whatever the first one's.
-        groups = torch.distributed.distributed_c10d
-        groups.default_pg_timeout = groups.default_pg_nccl_timeout = patience
-        try:
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
-        except torch.distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-                raise
-            raise ConfigError(f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
-                              "the launcher another, deepspeed --master_port PORT ...") from None
-        group.barrier()
-        _unlink_buffers()
-
-
-def _channels_last(_network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Images as NHWC: what follows keeps the layout. The weights lie in ZeRO's flats and cannot."""
-    return tuple(_nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
-
-
-def _nhwc(x: Tensor) -> Tensor:
-    if x.shape[1] != 1:
-        return x.contiguous(memory_format=torch.channels_last)
-    # Of one channel both layouts are the same bytes: the strides alone say which is meant, and torch leaves NCHW's.
-    x, (_, _, height, width) = x.contiguous(), x.shape
-    return x.as_strided(x.shape, (height * width, 1, width, 1))
-
-
-def _unlink_buffers() -> None:
-    """On CPU DeepSpeed maps 69 MB of shared memory a rank and leaves them behind: once mapped, no name is needed."""
-    if group.device().type == "cpu":
-        name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
-        for path in Path("/dev/shm").glob(name):
-            path.unlink(missing_ok=True)
-
-
-def _first_host() -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        return "127.0.0.1"
-    import subprocess
-    return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
-                          check=True).stdout.split()[0]
-
-
-def _job_port() -> int:
-    return 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Engines(Mapping[str, Any]):
@@ -111,7 +36,7 @@ class Engines(Mapping[str, Any]):
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for part, (network, values) in self._build(networks, run.seed).items():
             if run.channels_last:
-                network.register_forward_pre_hook(_channels_last)
+                use_channels_last(network)
             if compiled:
                 for module in network.modules():
                     if isinstance(module, blocks):

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dstrain.engine.masters import full_shape
+
 Networks = Callable[[], dict[str, nn.Module]]
 Values = Iterable[tuple[str, Tensor]]              # by state-dict name
 
@@ -81,11 +83,6 @@ def set_by_constructors(networks: Networks) -> str | None:
                     return f"{part}: {_join(prefix, name)} is set by a constructor"
                 seen.add(id(tensor))
     return None
-
-
-def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 class _Writes(TorchDispatchMode):

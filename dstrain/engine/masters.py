@@ -22,12 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
-from dstrain.engine.initial import full_shape
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def for_tools() -> dict[str, Any]:

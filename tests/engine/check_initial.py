@@ -6,8 +6,9 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from tests.engine.check_engines import SEED, batch, decays, gathered, recipe, rows
 from tests.support.tiny import Tiny
