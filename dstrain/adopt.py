@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dstrain import recipe, systems
-from dstrain.engine.checkpoint import COMMON
-from dstrain.engine.fragments import Fragment, shard_name, write_shard
+from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
+from dstrain.engine.fragments import write_shard
 from dstrain.engine.initial import build
 from dstrain.engine.store import Store
 from dstrain.ranks import group

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
+from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, failing_together, for_tools
 from dstrain.engine.nonfinite import check_weights
@@ -29,8 +30,6 @@ from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Save
-
-COMMON = "common.safetensors"
 
 
 class Stateful(Protocol):
