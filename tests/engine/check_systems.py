@@ -28,8 +28,9 @@ from dstrain.data.sources import open_sources
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.masters import MOMENTS
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
