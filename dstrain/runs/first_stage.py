@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import recipe, systems
+from dstrain import systems
 from dstrain.encoders import autoencoder
+from dstrain.encoders.codec import Codec, require_codes
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data
 from dstrain.runs import trained
-from dstrain.runs.weights import fitted
-from dstrain.systems.base import Batch, Nets, System
+from dstrain.runs.weights import unaltered
+from dstrain.systems.base import Batch
+
+_RUN = "RUN"                                   # what launch/encode.py calls the folder
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,36 @@ def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int 
 
     ConfigError: it is neither, its system encodes nothing, or its weights are not there.
     """
-    exported = not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists()
-    run = recipe.load(folder / "recipe.yaml") if exported else trained.read(folder)
-    system = systems.build(run.system, run.model)
-    if not system.encodes:
-        raise ConfigError(f"{folder} trains {run.system}, which encodes nothing that others learn from: name a run "
-                          "of an autoencoder, or a diffusers AutoencoderKL as --first-stage")
-    if exported:
+    if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
             raise ConfigError(f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
                               "--checkpoint, or name the run itself")
-        networks = _exported(system, folder)
+        unaltered([folder])
+        codec = Codec.load(folder, _RUN)
     else:
-        checkpoint = trained.checkpoint(folder, step)
-        kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-        first = next(iter(system.parts))                   # another part, such as a discriminator, encodes nothing
-        networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+        codec = _of_checkpoint(folder, ema, raw, step)
+    codec.to(group.device())
 
     def codes(batch: Batch) -> np.ndarray:
-        first = next(iter(batch.values()))
-        key = torch.zeros(len(first), dtype=torch.int64, device=first.device)
-        found = system.codes(networks, system.encode({**batch, "key": key}))
-        if "tokens" in found:
-            return found["tokens"].cpu().numpy()
-        return _moments(found["latent_mean"], found["latent_std"])
+        pixels = batch["video"] if "video" in batch else batch["image"]
+        encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
+        if codec.kind == "tokens":
+            return encoded["tokens"].cpu().numpy()
+        return _moments(encoded["latent_mean"], encoded["latent_std"])
 
-    return FirstStage(str(folder), autoencoder.fingerprint(*system.identity(networks)), run.data.channels, codes,
-                      system.codebook_size, run.data)
+    return FirstStage(str(folder), codec.fingerprint, codec.channels, codes, codec.codebook_size, codec.run.data)
+
+
+def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
+    """Of a run's folder, with the weights of one of its checkpoints."""
+    run = trained.read(folder)
+    system = systems.build(run.system, run.model)
+    require_codes(system, run, folder, _RUN)
+    checkpoint = trained.checkpoint(folder, step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    first = next(iter(system.parts))                       # another part, such as a discriminator, encodes nothing
+    networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+    return Codec(networks[first], system, run, str(folder), _RUN)
 
 
 def of_diffusers(path: str, image_size: int | None) -> FirstStage:
@@ -79,15 +85,6 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
     codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
     return FirstStage(path, vae.fingerprint(), vae.image_channels, codes)
-
-
-def _exported(system: System, folder: Path) -> Nets:
-    """The first part with the weights of an export, on this rank's device. ConfigError: they do not fit."""
-    first = next(iter(system.parts))
-    network = system.networks()[first]
-    values, _ = fitted(folder, system, [first])[first]
-    network.load_state_dict(values)
-    return {first: network.to(group.device()).eval()}
 
 
 def _moments(mean: Tensor, std: Tensor) -> np.ndarray:

@@ -127,6 +127,12 @@ class System(ABC):
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        """Pixels of `codes`, float32 in [-1, 1]: of tokens, or of latents that are a mean or a draw from the posterior.
+        Images (B, C, H, W), of tokens (B, t, h, w) videos (B, T, C, H, W).
+        """
+        raise ConfigError(f"a {type(self).__name__} decodes nothing")
+
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages apart."""
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")

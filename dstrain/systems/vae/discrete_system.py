@@ -59,8 +59,8 @@ class DiscreteSystem(AutoencoderSystem):
         """Terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their usage (B, K)."""
         terms, passed = self._terms(nets, example)
         tokens = passed.logits.argmax(1)
-        hard = 2 * nets["autoencoder"].decode(tokens) - 1
-        return terms | likeness(hard, example["x_start"]) | {"usage": histogram(tokens, self.chosen.num_tokens)}
+        usage = histogram(tokens, self.codebook_size)
+        return terms | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
@@ -103,6 +103,10 @@ class DiscreteSystem(AutoencoderSystem):
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """tokens: the likeliest, int64 (B, h, w)."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
+
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return 2 * nets["autoencoder"].decode(codes) - 1
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Architecture and normalization, and all weights."""

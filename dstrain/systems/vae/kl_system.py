@@ -151,6 +151,10 @@ class KLSystem(AutoencoderSystem):
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
 
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return nets["autoencoder"].decode(codes).clamp(-1, 1)
+
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As of the AutoencoderKL that has these weights, so that an exported one is the same first stage."""
         return identity(nets["autoencoder"])

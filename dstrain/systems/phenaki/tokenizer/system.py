@@ -257,6 +257,10 @@ class TokenizerSystem(System):
         """tokens: int64 (B, t, h, w); those of frames that are not real mean nothing."""
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return nets["tokenizer"].decode_tokens(codes)
+
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Architecture and all weights; neither how many frames nor how it was trained."""
         said = self.config.network_arguments()
