@@ -36,10 +36,10 @@ class AutoencoderSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
-        found = tuple(batch["image"].shape[1:])
-        if found != self.config.shape:
+        shape = tuple(batch["image"].shape[1:])
+        if shape != self.config.shape:
             raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {found}; change the one or the other")
+                              f"image_size, the data give {shape}; change the one or the other")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -57,11 +57,12 @@ class AutoencoderSystem(System):
             network = self.networks()[part]
         return weights.adapt(state, network, self.remedies[part])
 
-    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor],
+                       config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
         """The names are ours already."""
         with torch.device("meta"):
             network = self.networks()["autoencoder"]
-        weights.require_same(said, getattr(network, "config", {}))
+        weights.require_same(config, getattr(network, "config", {}))
         return state, []
 
     def synthetic(self, batch_size: int) -> Batch:
