@@ -6,6 +6,7 @@ which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,28 +30,29 @@ def resting(nets: Nets) -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+def draw(system: System, nets: Nets, request: Request, chunk: int,
+         device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
     of them, (n, ...).
 
-    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks; `device`,
+    None for this rank's, is where those are.
     """
-    total, world = len(request.seeds), group.world()
+    total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
         mine = begin + group.rank() * chunk + torch.arange(chunk)
         index = mine % total                                              # the last chunks are filled up, then dropped
-        part = Request(request.seeds[index].to(group.device()),
-                       {name: value[index].to(group.device()) for name, value in request.conditions.items()},
-                       request.num_steps, request.sampler, request.guidance_scale, request.num_frames)
+        conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
+        own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
         with resting(nets):
-            images = group.gather(system.sample(nets, part)).cpu()
+            images = group.gather(system.sample(nets, own)).cpu()
         numbers = begin + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
 
-def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor:
+def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
     """All samples of a request at once, (N, ...) on the CPU."""
-    return torch.cat([images for _, images in draw(system, nets, request, chunk)])
+    return torch.cat([images for _, images in draw(system, nets, request, chunk, device)])
 
 
 @torch.no_grad()
