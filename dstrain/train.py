@@ -85,7 +85,7 @@ def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> i
 
 
 def loop(training: Training) -> int:
-    """Takes steps until the run is complete or told to stop, and returns how many are done; all is saved then."""
+    """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
     run, every, done = training.run, training.run.every, training.first
     engines, tracker, saver, throughput = training.engines, training.tracker, training.saver, training.throughput
     for step in range(training.first, run.steps):
