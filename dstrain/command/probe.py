@@ -7,11 +7,12 @@ small model computes on the CPU; a large one runs on the meta device, whose tens
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dstrain import rng
 from dstrain.data.batches import Batches, placed
@@ -28,6 +29,15 @@ class _NotChecked(Exception):
     """Code that asks for values, which tensors on the meta device have not."""
 
 
+class _Unfilled(TorchFunctionMode):
+    """Skips normal fills: on the meta device they change nothing, and the first one imports torch._dynamo, for 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (torch.Tensor.normal_, torch.nn.init.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs or {})
+
+
 def probe(run: Run, system: System, source: Any) -> list[str]:
     """Takes two samples of `source` to the loss of every part that ever has a turn; returns remarks, a line each.
 
@@ -38,7 +48,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     other exception of the system's own code passes through.
     """
     with torch.random.fork_rng(devices=[]):
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             weights = sum(weight.numel() for network in system.networks().values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
         batch = _batch(run, source)
@@ -66,7 +76,7 @@ def _batch(run: Run, source: Any) -> dict[str, Tensor]:
 def _check(run: Run, system: System, batch: dict[str, Tensor], encoding: torch.device,
            learning: torch.device) -> list[str]:
     """One turn of every part, with `encode` on one device and `loss` on another or the same."""
-    with learning:
+    with learning, _Unfilled() if learning.type == "meta" else nullcontext():
         networks = system.networks()
     for network in system.frozen():
         network.to(encoding)
