@@ -90,24 +90,28 @@ def export(options: ExportOptions) -> Exported:
         else:
             nets = trained.networks(system, checkpoint, kinds, torch.float32)
             exported = _in_diffusers(options, run, system, nets, writer, tmp)
-        limits = getattr(writer, "TOLERATED", {})
-        excess = {name: error for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)}
-        if excess:
-            values = ", ".join(f"{error:.1e} ({name})" for name, error in excess.items())
-            raise ConfigError(f"{options.run} read back from {exported.name} differs from the trained network by "
-                              f"{values}: nothing is kept")
+        _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             card.write(tmp, options.out.name, run, options.run, checkpoint, kinds, exported.name, exported.note,
                        writer.about(system)[2], exported.errors)
         if options.out.is_dir():
             options.out.rmdir()
         os.rename(tmp, options.out)
-    except (OSError, SafetensorError) as error:                   # the second of a full disk, too
+    except (OSError, SafetensorError) as error:                   # a full disk raises either
         raise ConfigError(f"--out {options.out} cannot be written ({getattr(error, 'strerror', None) or error}): name "
                           "a folder that can be written and has room") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return exported
+
+
+def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
+    """ConfigError: an error is above its limit, or not a number."""
+    excess = [f"{error:.1e} ({name})" for name, error in exported.errors.items()
+              if not error <= limits.get(name, _TOLERATED)]
+    if excess:
+        raise ConfigError(f"{folder} read back from {exported.name} differs from the trained network by "
+                          f"{', '.join(excess)}: nothing is kept")
 
 
 def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:

@@ -53,7 +53,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
         batch = _batch(run, source)
         few = max(values.numel() for values in batch.values()) <= _SAMPLES * _NUMBERS
-        encoding, learning = (torch.device("cpu" if few and count <= _WEIGHTS else "meta")
+        encoding, learning = (torch.device("cpu" if few and count <= _WEIGHTS or not count else "meta")
                               for count in (frozen, weights + frozen))
         try:
             remarks = _check(run, system, batch, encoding, learning)

@@ -59,7 +59,7 @@ class Pictures:
         self.videos = False
 
     def add(self, numbers: Tensor, samples: Tensor) -> None:
-        """The next ones, in order."""
+        """Adds the next samples, in order."""
         if samples.ndim == 5 and samples.shape[1] == 1:
             samples = samples[:, 0]
         self.videos = samples.ndim == 5
@@ -112,11 +112,11 @@ class Embeddings:
         self.out, self.about, self.rows = out, about, []
 
     def add(self, numbers: Tensor, embeddings: Tensor) -> None:
-        """The next ones, in order."""
+        """Adds the next samples, in order."""
         self.rows.append(embeddings)
 
     def close(self) -> None:
-        """Writes all of them."""
+        """Writes all samples."""
         if group.rank() == 0:
             np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
             if self.about.captions:
