@@ -26,8 +26,8 @@ from tqdm import tqdm
 from dstrain import __version__
 from dstrain.caches.plan import Order, planned
 from dstrain.data import shards
-from dstrain.data.bad_files import read_items
 from dstrain.data.rows import CAPTION_BYTES
+from dstrain.data.source import read_items
 from dstrain.engine.manifest import replace, sync_folder, write_synced
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import recipe, systems
-from dstrain.data import order as orders
 from dstrain.data.batches import held_out
 from dstrain.data.shards import INDEX, read_index, statistics, sums
 from dstrain.data.sources import open_sources
+from dstrain.data.spread import Shuffled
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.engine.checkpoint import read_weights
 from dstrain.ranks import group
@@ -184,21 +184,8 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source, _ = open_sources(run.data)
-    for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
+    for batch in held_out(Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
                           limit=num):
         with torch.no_grad():                  # not around the yield, or it would hold for whoever asks
             example = system.encode(batch)
         yield example
-
-
-class _Shuffled:
-    """A source in the order that training takes: its own may go class by class, and the first ones are one class."""
-
-    def __init__(self, whole: Any, seed: int) -> None:
-        self.whole, self.order = whole, orders.Order(len(whole), seed)
-
-    def __len__(self) -> int:
-        return len(self.whole)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.whole[self.order.index_at(index)]

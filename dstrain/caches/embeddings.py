@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dstrain.data.bad_files import read_items
 from dstrain.data.captioned import open_captioned
 from dstrain.data.embeddings import PLAN
 from dstrain.data.rows import FOLDERS
+from dstrain.data.source import read_items
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
@@ -88,7 +88,7 @@ def embed(order: Order) -> dict[str, Any]:
         bad = {tuple(entry) for some in group.objects([entry for number in mine for entry in _bad(order.out, number)])
                for entry in some}
         _tolerate(len(bad), order, plan["pairs"])
-        plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.without}
+        plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
             replace(order.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
             sync_folder(order.out)

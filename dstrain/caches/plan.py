@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dstrain.data.bad_files import read_items
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
+from dstrain.data.source import read_items
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Windows
 from dstrain.encoders.text import TextEncoder
@@ -118,7 +118,7 @@ def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tup
 
 def _contents(source: Any) -> str:
     """What is encoded, as rank 0 sees it. All files will be read: their sizes cost little and tell of a changed one."""
-    return group.from_first(getattr(source, "contents", source.fingerprint)() if group.rank() == 0 else None)
+    return group.from_first(source.contents() if group.rank() == 0 else None)
 
 
 def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:
@@ -164,6 +164,6 @@ def _clips(order: Order, own: Data, path: str, share: float, beside: str | None)
     source = unseen if order.split == "held_out" else train
     if order.clips is None:
         return source
-    if not hasattr(source, "read"):
+    if source.chance_name is None:
         raise ConfigError(f"--clips {order.clips}: the videos of {path} are as long as a clip: leave it out")
     return Windows(source, order.clips)

@@ -211,7 +211,7 @@ def _data_and_folder(run: Run, options: Options, remarks: list[str]) -> list[str
             remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
             return [f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}"]
         system = systems.build(run.system, run.model)
-        if run.data.flip and system.takes_texts and getattr(source, "captioned", False):
+        if run.data.flip and system.takes_texts and source.captioned:
             return [f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample would "
                     "belie those that say left or right: write data.flip=false"]
         system.accepts(source)

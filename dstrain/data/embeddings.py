@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample, read_items
 from dstrain.data.order import Order
 from dstrain.data.rows import Captions, FOLDERS, Table, as_read, fault_of, packed
+from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
 
 SPLITS = ("train", "validation", "test")
@@ -57,10 +57,8 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
-class Pairs:
+class Pairs(Source):
     """Rows `begin` to `end` of the permuted rows of `stored`."""
-
-    classes = ()
 
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
@@ -84,10 +82,6 @@ class Pairs:
             other = self.stored.read(self._row((index + 1) % len(self)))
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
-
-    def first(self) -> dict[str, Tensor]:
-        """The first item that can be read."""
-        return read_items(self, [0])[0][0]
 
     def name(self, index: int) -> str:
         return self.stored.tables["image_embed"].name(self._row(index))

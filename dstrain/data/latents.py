@@ -24,6 +24,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
+from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
@@ -36,7 +37,7 @@ def is_encoded(path: str | Path) -> bool:
 
 
 @dataclass
-class Latents:
+class Latents(Source):
     """The codes in a folder.
 
     path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: fraction that is held out, by the
@@ -47,6 +48,7 @@ class Latents:
     path: str | Path
     split: str = "all"
     held_out: float = 0.0
+    batched = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -113,6 +115,10 @@ class Latents:
                                                    shards, rows)) for name in self.beside}
             return {"tokens": found.long(), "label": label, **beside}
         return {"latent_mean": found[:, 0], "latent_std": found[:, 1], "label": label}
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        return self.take(index, mirrored), []
 
     def _shard(self, number: int) -> tuple[np.ndarray, list[int], Arrays]:
         if number not in self._open:

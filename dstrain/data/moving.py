@@ -16,6 +16,7 @@ from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
 from dstrain.data.order import permute
 from dstrain.data.rows import packed
+from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
 
 MOVING = "builtin:moving-fashion"
@@ -25,7 +26,7 @@ _VERSION = 1                                      # of the clips, for the finger
 
 
 @dataclass
-class MovingFashion:
+class MovingFashion(Source):
     """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
 
     num_frames, height, width: of the clips; items are squares of two thirds of the shorter side, so that not most of a
@@ -55,7 +56,7 @@ class MovingFashion:
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+    def __getitem__(self, index: int) -> Item:
         item = self.items[self._number(index)]
         x, y = self._path(index)
         video = _placed(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample
+from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",

@@ -3,14 +3,15 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.images import class_folders, open_images
+from dstrain.data.folder import class_folders
+from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
+from dstrain.data.source import Source
 from dstrain.data.videos import open_videos
 from dstrain.ranks import group
 from dstrain.recipe import Codes, ConfigError, Data
@@ -19,7 +20,7 @@ BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be
 _OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems that learn from clips
 
 
-def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
+def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | None]:
     """The training source and the held-out one, None where a folder holds nothing out. `verify`: compare hashes, too.
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
@@ -44,7 +45,7 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
     return train, None
 
 
-def _open_clips(data: Data) -> tuple[Any, Any | None]:
+def _open_clips(data: Data) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         given = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -82,7 +83,7 @@ def _holds_videos(path: str) -> bool:
     return found
 
 
-def open_split(data: Data, split: str) -> Any | None:
+def open_split(data: Data, split: str) -> Source | None:
     """The train, validation or test split of embedding pairs, None where data.splits gives it nothing.
 
     ConfigError as `open_pairs`, and for data that have no such splits.

@@ -14,9 +14,9 @@ import torch
 
 from dstrain import rng, systems
 from dstrain.data import embeddings, rows
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
+from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources, open_split, require_kind
 from dstrain.drawing.sampling import score
 from dstrain.encoders.text import captions_of

@@ -12,10 +12,10 @@ import torch
 
 from dstrain import rng
 from dstrain.data import videos
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import held_out
 from dstrain.data.clips import Cut
 from dstrain.data.order import Order
+from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources, require_kind
 from dstrain.data.spread import Spread
 from dstrain.data.videos import Mixed, open_videos, read_captions
@@ -210,7 +210,7 @@ def test_a_source_travels_light(tmp_path):
 
 def test_what_is_known_of_files_is_bounded(tmp_path, monkeypatch):
     """Oracle: counting, over two epochs whose items are equal."""
-    monkeypatch.setattr(videos, "_LISTINGS", 4)
+    monkeypatch.setattr(videos, "_MAX_LISTINGS", 4)
     source = open_videos(folder(tmp_path), CUT)
     first, second = ([source[index]["video"] for index in range(6)] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second)) and list(source._listings) == [2, 3, 4, 5]
