@@ -27,7 +27,7 @@ from dstrain import __version__
 from dstrain.caches.plan import Order, planned
 from dstrain.data import shards
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.source import read_items
+from dstrain.data.source import Source, read_items
 from dstrain.engine.manifest import replace, sync_folder, write_synced
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
@@ -140,7 +140,7 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
 # ---------------------------------------------------------------------------------------------------------- the shards
 
 
-def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> dict[int, dict[str, Any]]:
+def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards; a record of each."""
     mine, encoding = missing[group.rank()::group.world()], encoder.encoding
     size, total = order.shard_size, encoding["number"]
@@ -163,7 +163,7 @@ def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> di
     return found
 
 
-def _read(source: Any, jobs: list[tuple[int, range]],
+def _read(source: Source, jobs: list[tuple[int, range]],
           encoding: dict[str, Any]) -> Iterator[tuple[int, range, Batch, set[tuple[str, str]]]]:
     """(shard, rows, samples, bad) of each job, read by threads and ahead; decoders let them run.
 
@@ -224,7 +224,7 @@ def _tolerate(bad: int, order: Order, total: int) -> None:
                           f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")
 
 
-def _finish(order: Order, source: Any, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
+def _finish(order: Order, source: Source, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
     """The index, written last, by rank 0."""
     records = [record for _, record in sorted(found, key=lambda entry: entry[0])]
     index = shards.body_of(encoding, list(source.classes), records,

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import open_images
+from dstrain.data.images import ImageFolder, open_images
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.engine.manifest import manifest, replace
@@ -92,7 +93,7 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batch: int, seed: int,
+def measure(system: System, networks: dict[str, nn.Module], source: Source, *, batch: int, seed: int,
             num_steps: int | None = None, show: bool = False) -> dict[str, Any]:
     """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
 
@@ -192,7 +193,7 @@ def _classes(system: System, run: Run) -> int | None:
     return known if known is not None and "label" in system.conditions(1) else None
 
 
-def _source(order: Order, run: Run, classes: int | None) -> Any:
+def _source(order: Order, run: Run, classes: int | None) -> Source:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
     if order.data is not None:
         source = _other_data(order, run, classes)
@@ -212,7 +213,7 @@ def _source(order: Order, run: Run, classes: int | None) -> Any:
     return source
 
 
-def _other_data(order: Order, run: Run, classes: int | None) -> Any:
+def _other_data(order: Order, run: Run, classes: int | None) -> Source:
     path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
     pairs = "image_embed_dim" in run.model
     if order.split is not None:
@@ -244,7 +245,7 @@ def _other_data(order: Order, run: Run, classes: int | None) -> Any:
     return source
 
 
-def _fits(path: str, source: Any, run: Run) -> None:
+def _fits(path: str, source: ImageFolder, run: Run) -> None:
     """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
     looked = []
     for index in range(0, len(source), -(-len(source) // _LOOKED_AT)):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Spread
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
@@ -161,7 +162,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     return step
 
 
-def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any, chunk: int, done: int,
+def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Source, chunk: int, done: int,
          tracker: Tracker) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     wanted = run.samples
@@ -190,7 +191,7 @@ def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any
                 tracker.samples(done, images, name, columns)
 
 
-def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
+def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Source,
                     batch: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights; the EMA's
     curves, which are no timesteps', such as the use of each token.

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from dstrain.data.captioned import open_captioned
 from dstrain.data.embeddings import PLAN
 from dstrain.data.rows import FOLDERS
-from dstrain.data.source import read_items
+from dstrain.data.source import Source, read_items
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
@@ -96,7 +96,7 @@ def embed(order: Order) -> dict[str, Any]:
     return plan
 
 
-def _plan(order: Order, encoders: Encoders, source: Any) -> dict[str, Any]:
+def _plan(order: Order, encoders: Encoders, source: Source) -> dict[str, Any]:
     """All that the bytes depend on."""
     image = encoders.image
     seen = fingerprint({"class": type(image.model).__name__}, image.state_dict() | dict(image.named_buffers()))
@@ -161,7 +161,7 @@ def _note(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _made(order: Order, encoders: Encoders, source: Any, missing: list[int]) -> None:
+def _made(order: Order, encoders: Encoders, source: Source, missing: list[int]) -> None:
     """Embeds this rank's share of the missing shards."""
     count = 0
     mine, total = missing[group.rank()::group.world()], len(source)
