@@ -28,7 +28,8 @@ from dstrain.caches.plan import Order, planned
 from dstrain.data import shards
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.source import Source, read_items
-from dstrain.engine.manifest import replace, sync_folder, write_synced
+from dstrain.disk import atomic
+from dstrain.disk.sealed import render
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders
@@ -116,7 +117,7 @@ def _refused(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str |
     if needed > free:
         return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room, or name "
                 "another disk")
-    replace(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
+    atomic.write(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
     return None
 
 
@@ -204,14 +205,10 @@ def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arra
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": bad}
     path = out / shards.shard_name(number)
-    tmp = path.with_name(path.name + ".tmp")
     try:
         data = shards.pack(arrays, facts)
-        write_synced(tmp, data)
-        os.replace(tmp, path)
-        sync_folder(out)
+        atomic.write(path, data)
     except OSError as error:
-        tmp.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written ({error.strerror}); what is there is whole: give the same command "
                           "again once it can") from None
     return shards.record(path, shards.facts_of(data))
@@ -231,6 +228,5 @@ def _finish(order: Order, source: Source, encoding: dict[str, Any], found: list[
                            {"dstrain": __version__, "torch": torch.__version__})
     _tolerate(len(index["bad_files"]), order, encoding["number"])
     if group.rank() == 0:
-        replace(order.out / shards.INDEX, shards.render(index))
-        sync_folder(order.out)
+        atomic.write(order.out / shards.INDEX, render(index))
     return index

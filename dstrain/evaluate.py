@@ -27,7 +27,8 @@ from dstrain.data.images import ImageFolder, open_images
 from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
-from dstrain.engine.manifest import manifest, replace
+from dstrain.disk import atomic
+from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
@@ -83,7 +84,7 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
     }
     path = out / f"{_name(order, result)}.json"
     if group.rank() == 0:
-        replace(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
     group.barrier()
     return path, result

@@ -13,10 +13,11 @@ from dstrain import recipe, systems
 from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
+from dstrain.disk.sealed import render
 from dstrain.encode import Order as Encoding, encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
-from dstrain.engine.manifest import NAME, hash_files, manifest, render
+from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.streams import read_header
 from dstrain.export import Order, _examples, _in_diffusers, _measured, _told, _writer, export
 from dstrain.recipe import ConfigError

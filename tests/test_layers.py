@@ -15,12 +15,12 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 
 # Who may import whom: a room (a folder of dstrain/), or a module in it, and the rooms below it that it may use beside
 # itself. The longest name that fits counts. "systems" is the table of names in systems/__init__.py, which loads on demand.
-GROUND = ("ranks", "recipe", "rng")
+GROUND = ("disk", "ranks", "recipe", "rng")
 RULES = {
-    "ranks": (), "recipe": (), "rng": (),
+    "disk": (), "ranks": (), "recipe": (), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
     "systems": ("systems.base", "recipe"), "systems.base": ("recipe",),
-    "engine": ("ranks", "recipe", "__version__"), "track": ("ranks", "recipe"),
+    "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
     "data": GROUND, "data.builtin.make_emoji_pairs": ("encoders",),
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
@@ -153,6 +153,7 @@ def test_libraries_with_an_owner(path):
     ("dstrain.data.batches", "dstrain.systems"), ("dstrain.track.tracker", "dstrain.engine.engines"),
     ("dstrain.diffusion.flow", "dstrain.nn.layers"), ("dstrain.nn.layers", "dstrain.systems.base"),
     ("dstrain.recipe.run", "dstrain.ranks.group"), ("dstrain.ranks.group", "dstrain.recipe"),
+    ("dstrain.disk.atomic", "dstrain.recipe"),
     ("dstrain.drawing.sampling", "dstrain.train"), ("dstrain.runs.trained", "dstrain.drawing.sampling"),
     ("dstrain.train", "dstrain.generate"), ("dstrain.train", "dstrain.command.cli"),
     ("dstrain.train", "dstrain.systems.dit"), ("dstrain.command.cli", "dstrain.train"),

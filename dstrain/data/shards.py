@@ -34,6 +34,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from dstrain.disk import sealed
 from dstrain.recipe import ConfigError
 
 INDEX, ENCODING = "index.json", "encoding.json"
@@ -194,12 +195,6 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
             "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
 
 
-def render(body: dict[str, Any]) -> str:
-    """index.json: the body, and a hash of it."""
-    text = json.dumps(body, sort_keys=True, indent=1)
-    return f'{{"hash": "{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}",\n"body": {text}}}\n'
-
-
 def is_ours(folder: Path) -> bool:
     """Whether launch/encode.py has written into a folder: by the beginning of its files, since names may be anyone's.
     """
@@ -237,17 +232,15 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
     path = folder / INDEX
     try:
-        text = path.read_text(encoding="utf-8")
-        body = json.loads(text)["body"]
-        whole = text == render(body)
+        body = sealed.parse(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
             raise ConfigError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
                               "once more, and it goes on where it stopped") from None
         raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
+    except OSError:
+        body = None
+    if body is None:
         raise ConfigError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
                           "more, which makes it anew")
     if body["format"] != FORMAT:

@@ -322,7 +322,7 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     source = open_images(folder(tmp_path / "d", 2, 3), 16)
     asked, stat = [], os.stat
     monkeypatch.setattr(folder_module, "_ASKED", 3)
-    monkeypatch.setattr(folder_module.os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
+    monkeypatch.setattr(os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
     found = source.fingerprint()
     assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
     asked.clear()

@@ -85,8 +85,9 @@ class PhenakiSystem(System):
         if self.config.tokenizer is not None:
             self.tokenizer()
         if self.takes_texts and source.uncaptioned:
-            raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt beside each "
-                              "file or class folders (of clips also data.captions), or set model.unconditional=true")
+            raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
+                              "beside each file or class folders (of clips also data.captions), or set "
+                              "model.unconditional=true")
         batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
