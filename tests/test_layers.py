@@ -31,7 +31,7 @@ A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room != "command"), "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.engines", "caches", *VERBS)
-A_BENCH = (*A_SCRIPT, "recipe", "data", "diffusion", "rng", "engine", "track", "systems", "systems.phenaki")
+A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "rng", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
