@@ -26,9 +26,10 @@ from tqdm import tqdm
 from dstrain import __version__
 from dstrain.caches.plan import Order, planned
 from dstrain.data import shards
-from dstrain.data.bad_files import read_items
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.engine.manifest import replace, sync_folder, write_synced
+from dstrain.data.source import Source, read_items
+from dstrain.disk import atomic
+from dstrain.disk.sealed import render
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders
@@ -116,7 +117,7 @@ def _refused(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str |
     if needed > free:
         return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room, or name "
                 "another disk")
-    replace(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
+    atomic.write(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
     return None
 
 
@@ -140,7 +141,7 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
 # ---------------------------------------------------------------------------------------------------------- the shards
 
 
-def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> dict[int, dict[str, Any]]:
+def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards; a record of each."""
     mine, encoding = missing[group.rank()::group.world()], encoder.encoding
     size, total = order.shard_size, encoding["number"]
@@ -163,7 +164,7 @@ def _made(order: Order, encoder: Encoder, source: Any, missing: list[int]) -> di
     return found
 
 
-def _read(source: Any, jobs: list[tuple[int, range]],
+def _read(source: Source, jobs: list[tuple[int, range]],
           encoding: dict[str, Any]) -> Iterator[tuple[int, range, Batch, set[tuple[str, str]]]]:
     """(shard, rows, samples, bad) of each job, read by threads and ahead; decoders let them run.
 
@@ -204,14 +205,10 @@ def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arra
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": bad}
     path = out / shards.shard_name(number)
-    tmp = path.with_name(path.name + ".tmp")
     try:
         data = shards.pack(arrays, facts)
-        write_synced(tmp, data)
-        os.replace(tmp, path)
-        sync_folder(out)
+        atomic.write(path, data)
     except OSError as error:
-        tmp.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written ({error.strerror}); what is there is whole: give the same command "
                           "again once it can") from None
     return shards.record(path, shards.facts_of(data))
@@ -224,13 +221,12 @@ def _tolerate(bad: int, order: Order, total: int) -> None:
                           f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")
 
 
-def _finish(order: Order, source: Any, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
+def _finish(order: Order, source: Source, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
     """The index, written last, by rank 0."""
     records = [record for _, record in sorted(found, key=lambda entry: entry[0])]
     index = shards.body_of(encoding, list(source.classes), records,
                            {"dstrain": __version__, "torch": torch.__version__})
     _tolerate(len(index["bad_files"]), order, encoding["number"])
     if group.rank() == 0:
-        replace(order.out / shards.INDEX, shards.render(index))
-        sync_folder(order.out)
+        atomic.write(order.out / shards.INDEX, render(index))
     return index

@@ -23,10 +23,12 @@ from tqdm import tqdm
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import open_images
+from dstrain.data.images import ImageFolder, open_images
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
-from dstrain.engine.manifest import manifest, replace
+from dstrain.disk import atomic
+from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
@@ -82,7 +84,7 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
     }
     path = out / f"{_name(order, result)}.json"
     if group.rank() == 0:
-        replace(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
     group.barrier()
     return path, result
@@ -92,7 +94,7 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure(system: System, networks: dict[str, nn.Module], source: Any, *, batch: int, seed: int,
+def measure(system: System, networks: dict[str, nn.Module], source: Source, *, batch: int, seed: int,
             num_steps: int | None = None, show: bool = False) -> dict[str, Any]:
     """Means over all samples of a source, on all ranks together, which make equally many calls of the networks.
 
@@ -186,7 +188,7 @@ def _split(order: Order) -> str:
     return "all" if order.data else order.split or "held_out"
 
 
-def _source(order: Order, run: Run, classes: int | None) -> Any:
+def _source(order: Order, run: Run, classes: int | None) -> Source:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
     if order.data is not None:
         source = _other_data(order, run, classes)
@@ -206,7 +208,7 @@ def _source(order: Order, run: Run, classes: int | None) -> Any:
     return source
 
 
-def _other_data(order: Order, run: Run, classes: int | None) -> Any:
+def _other_data(order: Order, run: Run, classes: int | None) -> Source:
     path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
     if order.split is not None:
@@ -238,7 +240,7 @@ def _other_data(order: Order, run: Run, classes: int | None) -> Any:
     return source
 
 
-def _fits(path: str, source: Any, run: Run) -> None:
+def _fits(path: str, source: ImageFolder, run: Run) -> None:
     """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
     looked = []
     for index in range(0, len(source), -(-len(source) // _LOOKED_AT)):

@@ -22,9 +22,9 @@ from torch import nn
 
 from dstrain import recipe, systems
 from dstrain.data.batches import held_out
-from dstrain.data.order import Order
 from dstrain.data.shards import INDEX, read_index, statistics, sums
 from dstrain.data.sources import open_sources
+from dstrain.data.spread import Shuffled
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.engine.checkpoint import read_weights
 from dstrain.ranks import group
@@ -190,21 +190,8 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source, _ = open_sources(run.data)
-    for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
+    for batch in held_out(Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
                           limit=num):
         with torch.no_grad():                  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)
         yield example
-
-
-class _Shuffled:
-    """A source in the order of training. In its own order the first samples may all be of one class."""
-
-    def __init__(self, source: Any, seed: int) -> None:
-        self.source, self.order = source, Order(len(source), seed)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.source[self.order.index_at(index)]

@@ -6,7 +6,6 @@ from given frames, and scene after scene, see scenes.py. What is written stands 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 
 import torch

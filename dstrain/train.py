@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Spread
 from dstrain.drawing.requests import make_request
@@ -54,8 +55,8 @@ class Training:
     saves: Checkpoints
     saver: Saver                     # what writes them
     batches: Batches
-    shown: Any                       # the source that grids begin from: the held-out one, where there is one
-    held_out: Any | None
+    shown: Source                    # the source that grids begin from: the held-out one, where there is one
+    held_out: Source | None
     micro: int                       # samples of a rank in one call of the networks
     stops: Stops
     tracker: Tracker

@@ -42,7 +42,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dstrain.engine.manifest import NAME, hash_files, render
+from dstrain.disk.sealed import render
+from dstrain.engine.manifest import NAME, hash_files
 from dstrain.engine.streams import read_header
 
 RANKS = 2

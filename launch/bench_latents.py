@@ -21,6 +21,7 @@ import torch
 
 from dstrain.data import shards
 from dstrain.data.latents import Latents
+from dstrain.disk.sealed import render
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         path.write_bytes(shards.pack({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts))
         records.append(shards.record(path, shards.check(path)))
     body = shards.body_of(encoding, [str(i) for i in range(10)], records, {})
-    (root / "shards" / shards.INDEX).write_text(shards.render(body))
+    (root / "shards" / shards.INDEX).write_bytes(render(body))
 
 
 if __name__ == "__main__":

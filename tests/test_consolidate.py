@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import systems
 from dstrain.consolidate import Order, consolidate
+from dstrain.disk.sealed import render
 from dstrain.engine import streams, torch_files
 from dstrain.engine.fragments import Fragment, shard_name, write_shard
-from dstrain.engine.manifest import NAME, hash_files, render
+from dstrain.engine.manifest import NAME, hash_files
 from dstrain.runs.weights import fitted
 from tests.support.launch import ROOT, environment
 from tests.support.cases import CASES

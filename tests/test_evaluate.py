@@ -222,12 +222,13 @@ def test_other_videos(tmp_path):
 def test_a_source_that_reads_batches_is_asked_for_them(size, num, batch):
     """Oracle: the same source item by item; the number of its reads."""
     class Whole(Numbers):
+        batched = True
         reads = 0
 
-        def take(self, index, mirrored=None):
-            assert mirrored is None
+        def read_batch(self, index, mirrored=None, chance=None):
+            assert mirrored is None and chance is None
             self.reads += 1
-            return {"label": index.clone()}
+            return {"label": index.clone()}, []
 
         def __getitem__(self, index):
             raise AssertionError("item by item")

@@ -12,12 +12,14 @@ from safetensors.torch import load, load_file, save_file
 from dstrain import recipe, systems
 from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
+from dstrain.data.spread import Shuffled
+from dstrain.disk.sealed import render
 from dstrain.encode import Order as Encoding, encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
-from dstrain.engine.manifest import NAME, hash_files, manifest, render
+from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.streams import read_header
-from dstrain.export import (ExportOptions, _Shuffled, _examples, _in_diffusers, _measured, _statistics_of_cache,
+from dstrain.export import (ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache,
                             _writer, export)
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
@@ -98,7 +100,7 @@ def test_measured_over_all_classes(trained):
     for example in _examples(12, run, system):
         assert torch.is_grad_enabled()
         labels += example["label"][example["valid"]].tolist()
-    source, shuffled = open_sources(run.data)[0], _Shuffled(open_sources(run.data)[0], run.seed)
+    source, shuffled = open_sources(run.data)[0], Shuffled(open_sources(run.data)[0], run.seed)
     classes = [shuffled[i]["label"] for i in range(50)]
     assert [source[i]["label"] for i in range(50)] == [0] * 25 + [1] * 25 and sorted(classes) == [0] * 25 + [1] * 25
     assert labels == classes[:12] and set(labels) == {0, 1}

@@ -15,14 +15,14 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 
 # Who may import whom: a room (a folder of dstrain/), or a module in it, and the rooms below it that it may use beside
 # itself. The longest name that fits counts. "systems" is the table of names in systems/__init__.py, which loads on demand.
-GROUND = ("ranks", "recipe", "rng")
+GROUND = ("disk", "ranks", "recipe", "rng")
 RULES = {
-    "ranks": (), "recipe": (), "rng": (),
+    "disk": (), "ranks": (), "recipe": (), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
     "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
-    "engine": ("ranks", "recipe", "__version__"), "track": ("ranks", "recipe"),
+    "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
     "data": GROUND, "data.builtin.make_emoji_pairs": ("encoders",),
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
@@ -33,7 +33,7 @@ A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room != "command"), "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench", "notebook")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", *VERBS)
-A_BENCH = (*A_SCRIPT, "recipe", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
+A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
@@ -155,6 +155,7 @@ def test_libraries_with_an_owner(path):
     ("dstrain.data.batches", "dstrain.systems"), ("dstrain.track.tracker", "dstrain.engine.engines"),
     ("dstrain.diffusion.flow", "dstrain.nn.layers"), ("dstrain.nn.layers", "dstrain.systems.base"),
     ("dstrain.recipe.run", "dstrain.ranks.group"), ("dstrain.ranks.group", "dstrain.recipe"),
+    ("dstrain.disk.atomic", "dstrain.recipe"),
     ("dstrain.drawing.sampling", "dstrain.train"), ("dstrain.runs.trained", "dstrain.drawing.sampling"),
     ("dstrain.train", "dstrain.generate"), ("dstrain.train", "dstrain.command.cli"),
     ("dstrain.train", "dstrain.systems.dit"), ("dstrain.command.cli", "dstrain.train"),

@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageSequence
 
 from dstrain.command import job
+from dstrain.data.source import Source
 from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Request, System
@@ -20,7 +21,7 @@ from dstrain.train import farewell, show
 from tests.support import counting
 
 
-class Clips:
+class Clips(Source):
     """Videos of one grey each."""
 
     def __len__(self) -> int:
@@ -28,6 +29,12 @@ class Clips:
 
     def __getitem__(self, index: int) -> dict:
         return {"video": torch.full((5, 1, *counting.SIZE), 10 * index, dtype=torch.uint8), "frames": 5}
+
+    def name(self, index: int) -> str:
+        return f"clip {index}"
+
+    def fingerprint(self) -> str:
+        return "clips"
 
 
 def shown(folder: Path, system: System, **samples) -> list[str]:

@@ -12,7 +12,6 @@ one fixed shape, cut at the shard's own borders, so that its bytes do not depend
 import hashlib
 import io
 import json
-import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +22,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dstrain.data.bad_files import read_items
 from dstrain.data.captioned import open_captioned
 from dstrain.data.embeddings import PLAN
 from dstrain.data.rows import FOLDERS
+from dstrain.data.source import Source, read_items
+from dstrain.disk import atomic
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
-from dstrain.engine.manifest import replace, sync_folder, write_synced
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders
@@ -88,15 +87,14 @@ def embed(order: Order) -> dict[str, Any]:
         bad = {tuple(entry) for some in group.objects([entry for number in mine for entry in _bad(order.out, number)])
                for entry in some}
         _tolerate(len(bad), order, plan["pairs"])
-        plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.without}
+        plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
-            replace(order.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
-            sync_folder(order.out)
+            atomic.write(order.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     group.barrier()
     return plan
 
 
-def _plan(order: Order, encoders: Encoders, source: Any) -> dict[str, Any]:
+def _plan(order: Order, encoders: Encoders, source: Source) -> dict[str, Any]:
     """All that the bytes depend on."""
     image = encoders.image
     seen = fingerprint({"class": type(image.model).__name__}, image.state_dict() | dict(image.named_buffers()))
@@ -138,7 +136,7 @@ def _prepared(order: Order, plan: dict[str, Any]) -> str | None:
         (order.out / folder).mkdir(exist_ok=True)
         for leftover in (order.out / folder).glob("*.tmp"):
             leftover.unlink()
-    replace(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+    atomic.write(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return None
 
 
@@ -161,7 +159,7 @@ def _note(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _made(order: Order, encoders: Encoders, source: Any, missing: list[int]) -> None:
+def _made(order: Order, encoders: Encoders, source: Source, missing: list[int]) -> None:
     """Embeds this rank's share of the missing shards."""
     count = 0
     mine, total = missing[group.rank()::group.world()], len(source)
@@ -214,10 +212,9 @@ def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[
                 buffer = io.BytesIO()
                 np.save(buffer, np.concatenate([part[name] for part in parts]))
                 data = buffer.getvalue()
-            write_synced(out / f"{path}.tmp", data)
-            os.replace(out / f"{path}.tmp", out / path)
+            atomic.write(out / path, data)
             noted[path] = hashlib.blake2b(data, digest_size=32).hexdigest()
-        replace(_note(out, number), json.dumps({"files": noted, "unreadable": bad}, indent=1) + "\n")
+        atomic.write(_note(out, number), json.dumps({"files": noted, "unreadable": bad}, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}); what is there is whole: give the same "
                           "command again once it can") from None

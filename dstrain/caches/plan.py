@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dstrain.data.bad_files import read_items
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
+from dstrain.data.source import Source, read_items
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Windows
 from dstrain.encoders.text import TextEncoder
@@ -51,7 +51,7 @@ class Plan:
 
     stage: FirstStage
     texts: TextEncoder | None                  # None: captions are not encoded
-    source: Any                                # see data/images.py and data/videos.py
+    source: Source
     encoding: dict[str, Any]                   # JSON, see data/shards.py
 
 
@@ -90,7 +90,7 @@ def _texts(order: Order) -> TextEncoder | None:
         raise ConfigError(said) from None
 
 
-def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tuple[Any, dict[str, Any]]:
+def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tuple[Source, dict[str, Any]]:
     """The source, and what its encoding is."""
     source, size = _source(order, stage)
     (first,), _ = read_items(source, [0])
@@ -116,12 +116,12 @@ def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tup
     return source, found
 
 
-def _contents(source: Any) -> str:
+def _contents(source: Source) -> str:
     """What is encoded, as rank 0 sees it. All files will be read: their sizes cost little and tell of a changed one."""
-    return group.from_first(getattr(source, "contents", source.fingerprint)() if group.rank() == 0 else None)
+    return group.from_first(source.contents() if group.rank() == 0 else None)
 
 
-def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:
+def _source(order: Order, stage: FirstStage) -> tuple[Source, int]:
     """What is encoded, and the size of its squares, or of its width, in pixels."""
     data, size, share, beside, own = order.data, order.image_size, order.held_out or 0.0, None, stage.data
     if own is not None:
@@ -145,7 +145,7 @@ def _source(order: Order, stage: FirstStage) -> tuple[Any, int]:
         raise ConfigError(said.replace("data.captions=", "--captions ")) from None
 
 
-def _clips(order: Order, own: Data, path: str, share: float, beside: str | None) -> Any:
+def _clips(order: Order, own: Data, path: str, share: float, beside: str | None) -> Source:
     """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
     said = {"path": path, "held_out": share, "held_out_path": beside, "flip": False, "codes": None}
     if order.data is not None:
@@ -164,6 +164,6 @@ def _clips(order: Order, own: Data, path: str, share: float, beside: str | None)
     source = unseen if order.split == "held_out" else train
     if order.clips is None:
         return source
-    if not hasattr(source, "read"):
+    if source.chance_name is None:
         raise ConfigError(f"--clips {order.clips}: the videos of {path} are as long as a clip: leave it out")
     return Windows(source, order.clips)

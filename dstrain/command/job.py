@@ -146,7 +146,7 @@ def _meet_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     source, held_out = open_sources(run.data, verify=True)
     _require_held_out(run, held_out)
     system = systems.build(run.system, run.model)
-    if run.data.flip and system.takes_texts and getattr(source, "captioned", False):
+    if run.data.flip and system.takes_texts and source.captioned:
         raise ConfigError(f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)

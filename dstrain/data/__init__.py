@@ -1,3 +1,1 @@
-"""Where samples come from, and which sample goes where: map-style sources, an arithmetic order, and
-batches.
-"""
+"""Where samples come from, and which sample goes where: sources (source.py), an arithmetic order, and batches."""

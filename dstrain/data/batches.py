@@ -5,11 +5,10 @@
     key                 rng.keys(seed, step, position): all randomness of the sample
     layout              position = (micro * world + rank) * micro_batch + i
 
-The global batch of a step is thus the same samples with the same keys at any world size,
-micro-batch and worker count; micro-step m of all ranks together is one contiguous block of it.
-Nothing here has a state to save.
+The global batch of a step is thus the same samples with the same keys at any world size, micro-batch and worker count.
+Micro-step m of all ranks together is one contiguous block of it. Nothing here has a state to save.
 
-Samples that cannot be read are replaced, listed and limited: see bad_files.py.
+Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py).
 """
 
 import atexit
@@ -27,63 +26,61 @@ from torch.utils.data import DataLoader
 
 from dstrain import rng
 from dstrain.data import workers
-from dstrain.data.bad_files import BadFiles, read_items
+from dstrain.data.bad_files import BadFiles
 from dstrain.data.order import Order
+from dstrain.data.source import Source
 from dstrain.recipe import ConfigError
 
 Batch = dict[str, Tensor]
 
-_FLIPPED = ("image", "video")
-_ON_HOST = ("caption", "other_caption")       # packed texts, which the host reads: to bring them back it would wait
-_HELD_OUT_STEP = -1           # keys of held-out samples: a step that training never has
-_BAD = "bad"  # where a worker reports what it could not read: list of (name, reason)
+_ON_HOST = ("caption", "other_caption")       # packed texts, which the host reads: a copy back would make it wait
+_HELD_OUT_STEP = -1                           # of the keys of held-out samples: a step that training never has
+_BAD = "bad"                                  # entry of a worker's batch: what it could not read
 
 
 class Batches:
     """The batches of one rank.
 
-    source: map-style, see data/images.py. global_batch: samples of one optimizer step over all
-    ranks and micro-steps.
-    micro_batch: samples of one forward pass of one rank. num_workers: processes that read ahead; 0
-    reads in this one, None chooses. folder: where bad_files.txt is written; None writes none.
-    max_bad_fraction: of the data set, tolerated (at least one file unless it is 0). flip: half of
-    the samples are mirrored, by their key. steps: read no further than this step; None has no end.
-    Raises ConfigError when global_batch does not divide into micro_batch * world.
+    global_batch: samples of one optimizer step over all ranks and micro-steps. micro_batch: samples of one forward pass
+    of one rank. num_workers: processes that read ahead; 0 reads in this process, None chooses. folder: where
+    bad_files.txt is written; None writes none. max_bad_fraction: fraction of the data that may be unreadable (at least
+    one file is tolerated unless it is 0). flip: half of the samples are mirrored, by their key. steps: read no further
+    than this step; None has no end.
+
+    ConfigError: global_batch is no multiple of micro_batch * world.
     """
 
-    def __init__(self, source, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0,
-                 world: int = 1, num_workers: int | None = 0, device: torch.device | str = "cpu",
-                 folder: str | Path | None = None, max_bad_fraction: float = 0.01,
-                 flip: bool = True, steps: int | None = None) -> None:
+    def __init__(self, source: Source, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0, world: int = 1,
+                 num_workers: int | None = 0, device: torch.device | str = "cpu", folder: str | Path | None = None,
+                 max_bad_fraction: float = 0.01, flip: bool = True, steps: int | None = None) -> None:
         _check(global_batch, micro_batch, rank, world)
         self.device = torch.device(device)
-        # micro-steps of one optimizer step
-        self.accumulation = global_batch // (micro_batch * world)
-        self.wait_seconds = 0.0  # host time spent waiting for samples
-        self.num_workers = _choose(num_workers, source)
+        self.accumulation = global_batch // (micro_batch * world)      # micro-steps of one optimizer step
+        self.wait_seconds = 0.0                                        # host time spent waiting for samples
+        self.num_workers = _choose_workers(num_workers, source)
         self._stream = _Stream(source, Order(len(source), seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
         self._batches: Iterator[Batch] | None = None                   # runs on from step to step
-        self._next = -1  # the step it stands before; -1: restart
-        self._release: weakref.finalize | None = None  # ends the workers that run now
+        self._next = -1                                                # step that comes next in it; -1: restart
+        self._release: weakref.finalize | None = None                  # ends the workers that run now
 
     def at(self, step: int) -> Iterator[Batch]:
-        """The `accumulation` micro-batches of this rank at an optimizer step, as `placed` on the device.
+        """The `accumulation` micro-batches of this rank at an optimizer step, on the device (see `placed`).
 
-        Each is what the source's items hold, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
-        {"label", "key", "position", "step"}.
-        Steps asked for in sequence run on; any other step restarts the workers there.
+        Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
+        {"label", "key", "position", "step"}. Steps that are asked for in sequence run on; any other step restarts the
+        workers.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
         if step != self._next:
             self._restart(step)
-        self._next = -1  # left in the middle, the step starts again
+        self._next = -1                                                # left in the middle, the step starts again
         for micro in range(self.accumulation):
             batch = next(self._batches)
-            if micro == self.accumulation - 1:  # all taken, though the caller may not ask on
+            if micro == self.accumulation - 1:                         # before the yield: the caller may not ask on
                 self._next = step + 1
             yield batch
 
@@ -104,16 +101,14 @@ class Batches:
         self.close()
         options = {}
         if self.num_workers:
-            options = dict(num_workers=self.num_workers, prefetch_factor=2,
-                           worker_init_fn=workers.prepare,
+            options = dict(num_workers=self.num_workers, prefetch_factor=2, worker_init_fn=workers.prepare,
                            multiprocessing_context=workers.context())
-        loader = DataLoader(self._stream, sampler=_Positions(step, self._steps, *self._layout),
-                            batch_size=None, collate_fn=_as_is,
-                            pin_memory=self.device.type == "cuda", **options)
+        loader = DataLoader(self._stream, sampler=_Positions(step, self._steps, *self._layout), batch_size=None,
+                            collate_fn=_unchanged, pin_memory=self.device.type == "cuda", **options)
         with workers.starting() as semaphores:
             reader = iter(loader)
-        # at exit, too, and before torch and multiprocessing, who wait for children that hear no
-        # SIGTERM: atexit runs backwards, whereas weakref's own hook may stand anywhere in it
+        # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
+        # runs backwards, so this hook comes first; weakref's own hook may stand anywhere in that order.
         self._release = weakref.finalize(self, workers.end, reader)
         self._release.atexit = False
         atexit.register(self._release)
@@ -121,14 +116,14 @@ class Batches:
         self._batches = _ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _timed(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Host batches, without what the workers reported along with them."""
+        """Host batches, without the reports of the workers."""
         for count in itertools.count(1):
             start = time.perf_counter()
             try:
                 batch = next(reader, None)
             except ConfigError as error:             # a worker's comes wrapped in the worker's traceback
                 raise ConfigError(str(error).strip().splitlines()[-1].rpartition("ConfigError: ")[2]) from None
-            if count == self.num_workers:  # they come in turn, so each worker runs
+            if count == self.num_workers:            # workers deliver in turn, so all of them run by now
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start
             if batch is None:
@@ -137,49 +132,42 @@ class Batches:
             yield batch
 
 
-def held_out(source, batch: int, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
+def held_out(source: Source, batch: int, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
              seed: int = 0, limit: int | None = None) -> Iterator[Batch]:
-    """The first `limit` samples (None: all) in their own order, shared out over the ranks, never
-    mirrored.
+    """The first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
 
-    Every rank gets the same number of batches of the same size, so that all make the same calls.
-    The last ones are filled up with repetitions, which `valid` bool (b,) marks False: a mean over
-    the valid ones of all ranks is exact. Other entries as in Batches.at, with position = the
-    sample's index and a key that never changes: an evaluation meets the same noise each time. The
-    samples and keys do not depend on the world size.
+    Every rank gets the same number of batches of the same size, so that all make the same calls. The last ones are
+    filled up with repetitions, which `valid` bool (b,) marks False: a mean over the valid ones of all ranks is exact.
+    Other entries are as in Batches.at; position is the sample's index, and the key never changes, so that an evaluation
+    meets the same noise each time. Samples and keys do not depend on the world size.
     """
     if batch < 1 or not 0 <= rank < world:
-        raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at "
-                          "least 1 sample")
+        raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
     count = len(source) if limit is None else min(limit, len(source))
     for start in range(rank * batch, -(-count // (batch * world)) * batch * world, batch * world):
         position = torch.arange(start, start + batch)
         valid = position < count
         position = position.clamp(max=count - 1)
-        there = position[: max(int(valid.sum()), 1)]
-        read, bad = _read(source, there)
+        distinct = max(int(valid.sum()), 1)
+        samples, bad = source.read_batch(position[:distinct])
         if bad:
-            warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}",
-                          stacklevel=2)
-        filled = torch.arange(batch).clamp(max=len(there) - 1)
-        key = rng.keys(seed, _HELD_OUT_STEP, position)
-        full = {name: tensor[filled] for name, tensor in read.items()}
-        full |= {"key": key, "position": position, "valid": valid}
+            warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}", stacklevel=2)
+        filled = torch.arange(batch).clamp(max=distinct - 1)
+        full = {name: tensor[filled] for name, tensor in samples.items()}
+        full |= {"key": rng.keys(seed, _HELD_OUT_STEP, position), "position": position, "valid": valid}
         yield placed(full, device)
 
 
 def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
-    """A batch on a device, but for packed texts, which stay on the host."""
+    """A batch on a device; packed texts stay on the host."""
     return {name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
             for name, tensor in batch.items()}
 
 
 class _Stream:
-    """The data set as a DataLoader sees it: a range of stream positions in, one finished
-    micro-batch out.
-    """
+    """The data set as a DataLoader sees it: a range of stream positions in, one finished micro-batch out."""
 
-    def __init__(self, source, order: Order, global_batch: int, seed: int, flip: bool) -> None:
+    def __init__(self, source: Source, order: Order, global_batch: int, seed: int, flip: bool) -> None:
         self.source, self.order, self.flip = source, order, flip
         self.global_batch, self.seed = global_batch, seed
 
@@ -189,18 +177,15 @@ class _Stream:
         index = self.order.index_at(positions)
         positions -= step * self.global_batch
         key = rng.keys(self.seed, step, positions)
-        mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None                  # (b,)
-        drawn = getattr(self.source, "drawn", None)                     # what is random about reading a sample
-        chance = rng.uniform(key, drawn) if drawn else None                               # (b,)
-        batch, bad = _read(self.source, index, mirrored, chance)
+        mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None                    # (b,)
+        chance = rng.uniform(key, self.source.chance_name) if self.source.chance_name else None
+        batch, bad = self.source.read_batch(index, mirrored, chance)
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
 
 class _Positions:
-    """The stream positions of each micro-batch of a rank, from a step on: an endless sampler, or up
-    to `steps`.
-    """
+    """The stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
 
     def __init__(self, step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,
                  world: int) -> None:
@@ -216,37 +201,12 @@ class _Positions:
                 yield range(start, start + self.micro_batch)
 
 
-def _read(source, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> tuple[Batch, list]:
-    """The samples at `index` (b,), those mirrored where `mirrored` bool (b,) says so, and what could not be read.
-
-    A source that knows better how to read a batch, or what its samples are mirrored, has `take`. One whose samples are
-    read by a draw from their key names it as `drawn` and has `read`, which gets `chance` float32 (b,) in [0, 1).
-    """
-    if hasattr(source, "take"):
-        return source.take(index, mirrored), []
-    items, bad = read_items(source, index.tolist(), None if chance is None else chance.tolist())
-    batch = _stack(items)
-    for name in _FLIPPED if mirrored is not None else ():
-        if name in batch:
-            batch[name][mirrored] = batch[name][mirrored].flip(-1)
-    return batch, bad
-
-
-def _stack(items: list[dict]) -> Batch:
-    """Items of equal shapes -> a batch; numbers become int64 (b,)."""
-    return {name: torch.stack([item[name] for item in items]) if isinstance(first, Tensor)
-            else torch.tensor([item[name] for item in items])
-            for name, first in items[0].items()}
-
-
-def _as_is(batch: dict) -> dict:
+def _unchanged(batch: dict) -> dict:
     return batch
 
 
 def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in
-    use.
-    """
+    """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in use."""
     side = torch.cuda.Stream(device)
 
     def send(host: Batch) -> tuple[Batch, torch.cuda.Event]:
@@ -264,9 +224,7 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Orders the current stream behind the copy; record_stream keeps the allocator from giving the
-    memory away.
-    """
+    """Orders the current stream behind the copy; record_stream keeps the allocator from reusing the memory too soon."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in batch.values():
@@ -277,25 +235,25 @@ def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> 
 
 def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
     if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
-        raise ConfigError(f"batch.global={global_batch} and batch.micro={micro_batch} are at "
-                          f"least 1, and rank {rank} is one of {world}")
-    if global_batch % (micro_batch * world):
-        unit = micro_batch * world
+        raise ConfigError(f"batch.global={global_batch} and batch.micro={micro_batch} are at least 1, and rank {rank} "
+                          f"is one of {world}")
+    unit = micro_batch * world
+    if global_batch % unit:
         below = global_batch // unit * unit
         advice = f"batch.global={below or unit}" + (f" or {below + unit}" if below else "")
         if global_batch % world == 0:
             share = global_batch // world
             fitting = [n for n in range(min(share, micro_batch), 0, -1) if share % n == 0][:3]
             advice += f", or batch.micro={' or '.join(map(str, fitting))}"
-        raise ConfigError(f"batch.global={global_batch} is no multiple of "
-                          f"batch.micro={micro_batch} x {world} ranks = {unit}: choose {advice}")
+        raise ConfigError(f"batch.global={global_batch} is no multiple of batch.micro={micro_batch} x {world} ranks = "
+                          f"{unit}: choose {advice}")
 
 
-def _choose(num_workers: int | None, source) -> int:
+def _choose_workers(num_workers: int | None, source: Source) -> int:
     """None: no workers for data in memory, else the cores of this rank, at most 8."""
     if num_workers is not None:
         return num_workers
-    if getattr(source, "light", False):
+    if source.light:
         return 0
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""Captioned images as sources (see images.py): X.png with X.txt in folders, or in tar shards as webdataset writes them.
+"""Captioned images as sources: X.png with X.txt in folders, or in tar shards as webdataset writes them.
 
 Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}. A tar file is never extracted: one
-pass over its headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only
-regular members are read: links, devices and sparse files are passed over, and what a header says is believed no further
+pass over its headers finds where its members lie, and they are read by offset. Names in it are data, never paths. Only
+regular members are read; links, devices and sparse files are skipped, and a size in a header is believed no further
 than the file reaches.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample
-from dstrain.data.images import Names, of_each, weighed
+from dstrain.data.folder import Folder, Names, of_each, summary_of_sizes
 from dstrain.data.pixels import SUFFIXES, decode, read_image
 from dstrain.data.rows import packed
+from dstrain.data.source import BadSample, Item, Source
 from dstrain.recipe import ConfigError
 
-_MOST = 1 << 28                                   # bytes of a member that is read
+_MAX_BYTES = 1 << 28                              # of a member that is read
 
 
 def open_captioned(path: str | Path, image_size: int) -> "CaptionedFolder | CaptionedTars":
@@ -40,92 +40,90 @@ def open_captioned(path: str | Path, image_size: int) -> "CaptionedFolder | Capt
     return CaptionedTars(tars, path, image_size) if tars else CaptionedFolder(path, image_size)
 
 
-class CaptionedFolder:
-    """Images with a .txt of the same name beside them; images without one are counted in `without`, not read."""
+class CaptionedFolder(Folder):
+    """Images with a .txt of the same name beside them; others are counted in `num_uncaptioned` and not read."""
 
-    classes = ()
-    light = False
+    captioned = True
 
     def __init__(self, path: Path, image_size: int) -> None:
-        self.path, self.image_size = path, image_size
-        found, self.without = [], 0
+        self.path, self.image_size, self.num_uncaptioned = path, image_size, 0
+        names = []
         for folder, _, files in os.walk(path, followlinks=False):
-            there = set(files)
+            in_folder = set(files)
             for name in files:
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in SUFFIXES and name[0] != ".":
-                    if f"{stem}.txt" in there:
-                        found.append(os.path.relpath(os.path.join(folder, name), path))
+                    if f"{stem}.txt" in in_folder:
+                        names.append(os.path.relpath(os.path.join(folder, name), path))
                     else:
-                        self.without += 1
-        if not found:
+                        self.num_uncaptioned += 1
+        if not names:
             raise ConfigError(f"--data {path} holds no image with a caption of its name beside it (X.png and X.txt), "
                               f"nor tar shards; images end in {' '.join(SUFFIXES)}")
-        self.names = Names(sorted(found))
+        self.names = Names(sorted(names))
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         name = self.names[index]
         path = self.path / name
         try:
             caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
             return _item(read_image(path, self.image_size), caption)
-        except Exception as error:                # a hostile file may raise anything; how many is bounded elsewhere
-            raise BadSample(name, _reason(error)) from error
-
-    def name(self, index: int) -> str:
-        return self.names[index]
+        except Exception as error:                # a hostile file may raise anything; the caller bounds how many may
+            raise BadSample.from_error(name, error, path) from error
 
     def fingerprint(self) -> str:
-        """Of names, captions and sizes: of all files, since all will be read."""
-        said = blake2b()
-        add_captions(said, self.path, self.names)
-        names = blake2b(self.names.blob, digest_size=8).hexdigest()
-        return f"captioned n={len(self)} names={names} {weighed(self.path, self.names, said.digest())}"
+        """Of names, captions and sizes; of all files, since all will be read."""
+        return self.contents()
+
+    def _summary(self) -> str:
+        return f"captioned n={len(self)} names={blake2b(self.names.blob, digest_size=8).hexdigest()}"
+
+    def _files(self, names: Names) -> str:
+        texts = blake2b()
+        add_captions(texts, self.path, names)
+        return summary_of_sizes(self.path, names, texts.digest())
 
 
-class CaptionedTars:
+class CaptionedTars(Source):
     """Tar shards in which KEY.png (or another image) and KEY.txt are one pair; a key's first members count."""
 
-    classes = ()
-    light = False
+    captioned = True
 
     def __init__(self, tars: list[Path], root: Path, image_size: int) -> None:
-        self.root, self.image_size = root, image_size
+        self.root, self.image_size, self.num_uncaptioned = root, image_size, 0
         self.tars = [tar.name for tar in tars]
-        self.without, keys, places = 0, [], []
-        said = blake2b(digest_size=8)
+        keys, places = [], []
+        texts = blake2b(digest_size=8)
         for number, tar in enumerate(tars):
             members = _members(tar)
             for key in sorted(members):
                 pair = members[key]
                 if "image" in pair and "txt" in pair:
                     keys.append(f"{tar.name}/{key}")
-                    *place, caption = pair["txt"]
-                    places.append((number, *pair["image"], *place))
-                    said.update(caption)
+                    *text_place, text_hash = pair["txt"]
+                    places.append((number, *pair["image"], *text_place))
+                    texts.update(text_hash)
                 else:
-                    self.without += "image" in pair
+                    self.num_uncaptioned += "image" in pair
         if not keys:
             raise ConfigError(f"--data {root}: its tar shards hold no image with a caption of its name (X.png and "
                               "X.txt)")
-        self.keys, self.places = Names(keys), np.array(places, np.int64)                          # (N, 5)
-        self.captions = said.hexdigest()
+        self.keys = Names(keys)
+        self.places = np.array(places, np.int64)        # (N, 5): tar, offset and bytes of the image, and of the text
+        self.captions = texts.hexdigest()
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        number, at, size, text_at, text_size = self.places[index].tolist()
+    def __getitem__(self, index: int) -> Item:
+        number, offset, size, text_offset, text_size = self.places[index].tolist()
         try:
             with open(self.root / self.tars[number], "rb") as file:
-                caption = _part(file, text_at, text_size).decode("utf-8").strip()
-                image = decode(io.BytesIO(_part(file, at, size)), self.image_size)
+                caption = _part(file, text_offset, text_size).decode("utf-8").strip()
+                image = decode(io.BytesIO(_part(file, offset, size)), self.image_size)
             return _item(image, caption)
         except Exception as error:                # as above
-            raise BadSample(self.name(index), _reason(error)) from error
+            raise BadSample.from_error(self.name(index), error) from error
 
     def name(self, index: int) -> str:
         return self.keys[index]
@@ -137,11 +135,11 @@ class CaptionedTars:
 
 
 def add_captions(digest: Any, root: Path, names: Names) -> None:
-    """Adds the text beside each file, where there is one: X.txt of X.png."""
+    """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
     def text_of(name: str) -> bytes:
         try:
             return (root / name).with_suffix(".txt").read_bytes().strip()
-        except OSError:                           # a bad sample, as one whose caption is empty
+        except OSError:                           # it will be a bad sample, as one whose caption is empty
             return b""
 
     for text in of_each(text_of, names):
@@ -149,30 +147,30 @@ def add_captions(digest: Any, root: Path, names: Names) -> None:
 
 
 def _members(tar: Path) -> dict[str, dict[str, tuple]]:
-    """Where the members of each key lie: key -> {"image": (offset, bytes), "txt": (offset, bytes, hash of it)}."""
-    found: dict[str, dict[str, tuple]] = {}
+    """The places of each key's members: key -> {"image": (offset, bytes), "txt": (offset, bytes, hash of the text)}."""
+    members: dict[str, dict[str, tuple]] = {}
     try:
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
-                archive.members = []              # or it would keep all of them
+                archive.members = []              # tarfile would keep them all in memory
                 folder, _, name = member.name.rpartition("/")
-                stem, dot, suffix = name.partition(".")                  # webdataset: up to the first dot
+                stem, dot, suffix = name.partition(".")                  # as webdataset: up to the first dot
                 kind = "txt" if suffix.lower() == "txt" else "image" if f".{suffix.lower()}" in SUFFIXES else None
                 if kind is None or not stem or not member.isreg() or member.issparse():
                     continue
                 key = f"{folder}/{stem}" if folder else stem
                 place = (member.offset_data, member.size)
-                if kind == "txt":                 # it lies behind its header, and costs nothing to read now
-                    place = (*place, blake2b(archive.extractfile(member).read(_MOST), digest_size=8).digest())
-                found.setdefault(key, {}).setdefault(kind, place)
+                if kind == "txt":                 # it follows its header, so it costs little to read now
+                    place = (*place, blake2b(archive.extractfile(member).read(_MAX_BYTES), digest_size=8).digest())
+                members.setdefault(key, {}).setdefault(kind, place)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise ConfigError(f"--data {tar} is no readable tar file ({error}); make it anew, or take it away") from None
-    return found
+    return members
 
 
 def _part(file: Any, offset: int, size: int) -> bytes:
-    if size > _MOST:
-        raise ConfigError(f"its header says {size} bytes, above the cap of {_MOST}")
+    if size > _MAX_BYTES:
+        raise ConfigError(f"its header says {size} bytes, above the cap of {_MAX_BYTES}")
     file.seek(offset)
     data = file.read(size)
     if len(data) < size:
@@ -184,7 +182,3 @@ def _item(image: Tensor, caption: str) -> dict[str, Tensor]:
     if not caption:
         raise ConfigError("has an empty caption")
     return {"image": image, "caption": packed(caption)}
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

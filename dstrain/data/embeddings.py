@@ -1,16 +1,16 @@
-"""Pairs of image and text embeddings as sources (see images.py), in the layout of clip-retrieval and img2dataset.
+"""Pairs of image and text embeddings as sources, in the layout of clip-retrieval and img2dataset.
 
     FOLDER/img_emb/*.npy           float16 or float32 (float64 is rounded) (n, D), the image embeddings
     FOLDER/text_emb/*.npy          (n, T), optional where there are captions
     FOLDER/text_encodings/*.npy    (n, L, E), optional, a vector for each text token
     FOLDER/text_mask/*.npy         bool (n, L), optional, False where an encoding is padding
-    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read where other texts are missing
+    FOLDER/metadata/*.parquet      a column caption (or TEXT, text), read where text embeddings are missing
 
-Files of the folders belong together in their order (by the numbers in their names, which must agree), row by row.
-Arrays are mapped into memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, and
-"caption", UTF-8 as uint8 (CAPTION_BYTES,) filled up with zeros; held-out ones have the text of another pair, too:
-other_text_embed and other_caption are those of the next one, so that over a whole split no pair meets its own and each
-text is met once.
+The folders' files are matched in the order of the numbers in their names, which must agree, and row by row. Arrays are
+mapped into memory: opening reads headers alone. Items are {"image_embed", "text_embed", ...} float32, and "caption",
+UTF-8 as uint8 (CAPTION_BYTES,) filled up with zeros. Held-out items also have the text of another pair, as
+other_text_embed and other_caption: that of the next pair, so that over a split each text stands once beside another
+pair's image.
 
 The splits train, validation and test are stretches of a fixed permutation of all rows, their bounds the rounded
 cumulative fractions of the number of rows.
@@ -28,17 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample, read_items
 from dstrain.data.order import Order
-from dstrain.data.rows import Captions, FOLDERS, Table, as_read, fault_of, packed
+from dstrain.data.rows import Captions, FOLDERS, Table, as_float32, fault_of, packed
+from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
-PLAN = "pairs.json"                               # where encoding says what it makes, and whether all is there
-_SCANNED = 1 << 26                                # bytes of arrays that are looked through when they are opened
-_COMPARED = 256                                   # rows of a larger table by which it is known
-_LISTED = 1 << 22                                 # rows of a split whose order is kept as a list
+PLAN = "pairs.json"                               # of launch/encode.py: what it makes, and whether it is complete
+_SCANNED = 1 << 26                                # bytes of arrays up to which opening looks through all rows
+_COMPARED = 256                                   # rows of a larger table that enter the fingerprint
+_LISTED = 1 << 22                                 # rows of a split up to which their order is kept as a list
 
 
 def is_embeddings(path: str | Path) -> bool:
@@ -57,10 +57,8 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
-class Pairs:
+class Pairs(Source):
     """Rows `begin` to `end` of the permuted rows of `stored`."""
-
-    classes = ()
 
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
@@ -70,7 +68,7 @@ class Pairs:
 
     @property
     def light(self) -> bool:
-        """Whether all of it is small: then workers only cost."""
+        """Whether the tables are small: then workers only cost."""
         return self.stored.size < 1 << 30
 
     def __len__(self) -> int:
@@ -85,10 +83,6 @@ class Pairs:
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
 
-    def first(self) -> dict[str, Tensor]:
-        """The first item that can be read."""
-        return read_items(self, [0])[0][0]
-
     def name(self, index: int) -> str:
         return self.stored.tables["image_embed"].name(self._row(index))
 
@@ -101,11 +95,11 @@ class Pairs:
 
 
 class Stored:
-    """All rows: tables by name in a batch, and captions where texts may have to be encoded."""
+    """All rows: tables by their name in a batch, and captions where these may have to be encoded."""
 
     def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
         self.tables, self.captions = tables, captions
-        self.size = sum(table.size for table in tables.values())
+        self.size = sum(table.size for table in tables.values())         # bytes
         if self.size <= _SCANNED:
             for table in tables.values():
                 table.scan()
@@ -117,7 +111,7 @@ class Stored:
         """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
         item = {}
         for name, table in self.tables.items():
-            values = as_read(table[row])
+            values = as_float32(table[row])
             fault = fault_of(values[None], name)
             if fault:
                 raise BadSample(table.name(row), fault[1])
@@ -128,11 +122,11 @@ class Stored:
             except BadSample:
                 if "text_embed" not in self.tables:
                     raise
-                item["caption"] = packed("")      # a text like any other, where few models ask for it
+                item["caption"] = packed("")      # with a text embedding the pair is of use without a caption
         return item
 
     def fingerprint(self) -> str:
-        """Of files, their ends, and of many rows between them: of all rows where these were looked through at once."""
+        """Of the files and their ends, and of all rows, or in larger tables of 256 rows."""
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
             part.add_to(digest)
@@ -162,9 +156,9 @@ def _folder(root: Path) -> Stored:
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: give "
                           "one of the two")
-    # Beside cached embeddings captions serve models that read text tokens, and may be missing.
-    wanted = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.there(root, names)
-    captions = Captions(root, names) if wanted else None
+    # Beside text embeddings, only models that read text tokens use captions, which may be missing.
+    needed = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.exist(root, names)
+    captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
         _match(first, other)
@@ -176,11 +170,11 @@ def _folder(root: Path) -> Stored:
 
 
 def _complete(plan: Path) -> bool:
-    """Whether all is there, as far as anyone says."""
+    """Whether launch/encode.py has finished the folder; True where another tool wrote it."""
     try:
         return bool(json.loads(plan.read_text(encoding="utf-8"))["complete"])
     except FileNotFoundError:
-        return True                               # made by others
+        return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -189,14 +183,14 @@ def _match(first: Table, other: Any) -> None:
     """ConfigError names the first pair of files whose names or rows do not match."""
     ends, others = ([_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
-        # Words may say what a file holds (part_images, part_texts), unless both folders use the same ones.
+        # Words may name the content (part_images, part_texts), unless both folders use the same words.
         if x != y and (x.isdigit() and y.isdigit() or set(ends) & set(others)):
             raise ConfigError(f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
                               "its counterpart of the same number")
-    for a, b, ours, theirs in zip(first.names, other.names, first.lengths, other.lengths):
-        if ours != theirs:
-            raise ConfigError(f"data.path: {a} has {ours} rows and {b} {theirs}: rows of one number are one pair; make "
-                              "the files anew from one list of pairs")
+    for a, b, rows, other_rows in zip(first.names, other.names, first.lengths, other.lengths):
+        if rows != other_rows:
+            raise ConfigError(f"data.path: {a} has {rows} rows and {b} {other_rows}: rows of one number are one pair; "
+                              "make the files anew from one list of pairs")
     if len(first.names) != len(other.names):
         raise ConfigError(f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
                           f"{other.names[0]}: each needs its counterpart")
@@ -230,15 +224,15 @@ def _builtin() -> Stored:
 
 def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
     """First and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
-    said = json.dumps(list(splits))
+    shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]
     if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10 ** 6):
-        raise ConfigError(f"data.splits={said}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
+        raise ConfigError(f"data.splits={shares}: give the shares of {', '.join(SPLITS)}, 0 or more, which sum to 1")
     ends = [int(count * sum(parts[:k + 1]) / sum(parts) + Fraction(1, 2)) for k in range(len(parts))]
     bounds = list(zip([0, *ends[:-1]], ends))
     for split, fraction, (begin, end) in zip(SPLITS, parts, bounds):
         if (fraction or split == "train") and end - begin < world:
-            raise ConfigError(f"data.splits={said} of {count} pairs leaves {end - begin} for {split}, fewer than the "
+            raise ConfigError(f"data.splits={shares} of {count} pairs leaves {end - begin} for {split}, fewer than the "
                               f"{world} ranks: give more pairs, a larger share, or 0 to leave {split} out")
     return bounds
 

@@ -1,13 +1,13 @@
 """Cached codes of a first stage as a source: latents or token ids that launch/encode.py has written as shards.
 
-A source as in images.py, whose items are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens":
-int64 (h, w), "label"}. What is more: `take` reads a whole batch, in which any sample may be the mirrored image's. That
-one was encoded by itself, since an encoder is not symmetric: latents are never mirrored.
+Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens": int64 (h, w), "label"}.
+Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `take` reads
+the codes of either.
 
-Of videos {"tokens": int64 (t, h, w), "frames", "label"}, where there are captions "caption" uint8 (CAPTION_BYTES,), and
-where these are encoded "text_encodings" (L, E), as stored, and "text_mask" bool (L,). Videos are never mirrored.
+Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}; with captions "caption" uint8 (CAPTION_BYTES,); and
+with encoded captions "text_encodings" (L, E), as stored, and "text_mask" bool (L,). Videos are never mirrored.
 
-Nothing is read when a source is opened but the index and the files' sizes; the samples are mapped into memory.
+Opening reads the index and the files' sizes alone; the samples are mapped into memory.
 """
 
 import hashlib
@@ -23,20 +23,21 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.shards import Arrays, check, is_ours, mapped, read_index
+from dstrain.data.shards import Arrays, check, is_cache, mapped, read_index
+from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
-_VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts: some seconds
+_VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Whether a folder holds cached codes, or some of them; one of images may well have an index.json."""
-    return is_ours(Path(path))
+    """Whether a folder holds cached codes, or a part of them. A folder of images may have an index.json, too."""
+    return is_cache(Path(path))
 
 
 @dataclass
-class Latents:
+class Latents(Source):
     """The codes in a folder.
 
     path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: fraction that is held out, by the
@@ -47,6 +48,7 @@ class Latents:
     path: str | Path
     split: str = "all"
     held_out: float = 0.0
+    batched = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -54,33 +56,32 @@ class Latents:
         self.encoding: dict[str, Any] = self.index["encoding"]
         self.classes = tuple(self.index["classes"])
         self.shape = tuple(self.encoding["shape"])                   # (C, h, w) of latents, (h, w) or (t, h, w) of ids
-        self.beside = _beside(self.encoding)
+        self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
         for shard in self.index["shards"]:
             size = _size(self.path / shard["name"])
             if size != shard["size"]:
-                found = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
-                raise ConfigError(f"{self.path / shard['name']} {found}; {_REMEDY}")
+                fault = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
+                raise ConfigError(f"{self.path / shard['name']} {fault}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
-        # shard -> codes (rows * flips, numbers), labels (rows,) and what is beside them (rows, ...)
+        # shard -> codes (rows * flips, numbers), labels (rows,) and extras (rows, ...)
         self._open: dict[int, tuple[np.ndarray, list[int], Arrays]] = {}
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
         held = rng.uniform(rng.keys_of_seeds(number), "held_out") < self.held_out
-        found = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
-        if not len(found):
+        members = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
+        if not len(members):
             raise ConfigError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
                               f"for the {self.split} split: choose another fraction or give data.held_out_path")
-        return found
+        return members
 
     @property
     def captioned(self) -> bool:
-        """Whether items have captions."""
-        return "caption" in self.beside
+        return "caption" in self.extras
 
     @property
     def light(self) -> bool:
-        """Whether all of it fits into half of the memory, where the page cache keeps it: then workers only cost."""
+        """Whether all files fit into half of the memory, where the page cache keeps them: then workers only cost."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return sum(shard["size"] for shard in self.index["shards"]) < memory // 2
 
@@ -94,9 +95,9 @@ class Latents:
         return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
     def take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
-        """The samples at `index` int64 (b,), of the mirrored image where bool (b,) says so: a batch, stacked.
+        """The samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
 
-        ConfigError: mirrored codes are asked for, and the folder has none.
+        ConfigError: some are mirrored, and the folder has no mirrored images.
         """
         number = index.numpy() if self.members is None else self.members[index.numpy()]
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
@@ -107,12 +108,16 @@ class Latents:
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
         codes = _rows({shard: codes for shard, (codes, _, _) in opened.items()}, shards, places)
         labels = [opened[shard][1][row] for shard, row in zip(shards.tolist(), rows.tolist())]
-        found, label = torch.from_numpy(codes.reshape(len(number), *_inner(self.encoding))), torch.tensor(labels)
+        codes, label = torch.from_numpy(codes.reshape(len(number), *_shape(self.encoding))), torch.tensor(labels)
         if self.encoding["kind"] == "tokens":
-            beside = {name: torch.from_numpy(_rows({shard: arrays[name] for shard, (_, _, arrays) in opened.items()},
-                                                   shards, rows)) for name in self.beside}
-            return {"tokens": found.long(), "label": label, **beside}
-        return {"latent_mean": found[:, 0], "latent_std": found[:, 1], "label": label}
+            extras = {name: torch.from_numpy(_rows({shard: arrays[name] for shard, (_, _, arrays) in opened.items()},
+                                                   shards, rows)) for name in self.extras}
+            return {"tokens": codes.long(), "label": label, **extras}
+        return {"latent_mean": codes[:, 0], "latent_std": codes[:, 1], "label": label}
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        return self.take(index, mirrored), []
 
     def _shard(self, number: int) -> tuple[np.ndarray, list[int], Arrays]:
         if number not in self._open:
@@ -120,19 +125,19 @@ class Latents:
             arrays = mapped(path)
             rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
             codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
-            shapes = {codes: (self.encoding["flips"], *_inner(self.encoding)), "label": (), **self.beside}
+            shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}
             for name, shape in shapes.items():
-                found = arrays[name].shape if name in arrays else None
-                if found != (rows, *shape):
-                    raise ConfigError(f"{path} holds {name} {found} instead of {(rows, *shape)}; {_REMEDY}")
+                stored = arrays[name].shape if name in arrays else None
+                if stored != (rows, *shape):
+                    raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
             self._open[number] = (arrays[codes].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist(),
-                                  {name: arrays[name] for name in self.beside})
+                                  {name: arrays[name] for name in self.extras})
         return self._open[number]
 
     def verify(self) -> None:
-        """Compares hashes: of all shards where they are small, else of as many as some seconds allow, by chance.
+        """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.
 
-        ConfigError names the first that is damaged. launch/encode.py verifies all of them, whenever it runs again.
+        ConfigError names the first that is damaged. launch/encode.py verifies all of them whenever it runs again.
         """
         shards, left = self.index["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -173,25 +178,25 @@ def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
     first = next(iter(opened.values()))
-    found = np.empty((len(rows), *first.shape[1:]), first.dtype)
+    copy = np.empty((len(rows), *first.shape[1:]), first.dtype)
     for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
-        found[i] = opened[shard][row]                        # row by row beats fancy indexing shard by shard (measured)
-    return found
+        copy[i] = opened[shard][row]                         # row by row beats fancy indexing shard by shard (measured)
+    return copy
 
 
-def _beside(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a sample of videos has beside its codes: the shape of each."""
+def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a sample of videos has beside its codes: name -> shape."""
     if "num_frames" not in encoding:
         return {}
-    found: dict[str, tuple[int, ...]] = {"frames": ()}
+    shapes: dict[str, tuple[int, ...]] = {"frames": ()}
     if encoding["captions"]:
-        found["caption"] = (CAPTION_BYTES,)
+        shapes["caption"] = (CAPTION_BYTES,)
     if encoding["text"]:
         length, width = encoding["text"]["shape"]
-        found |= {"text_encodings": (length, width), "text_mask": (length,)}
-    return found
+        shapes |= {"text_encodings": (length, width), "text_mask": (length,)}
+    return shapes
 
 
-def _inner(encoding: dict[str, Any]) -> tuple[int, ...]:
+def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
     """The shape of one image's codes."""
     return (2, *encoding["shape"]) if encoding["kind"] == "latents" else tuple(encoding["shape"])

@@ -1,8 +1,9 @@
 """The built-in clips: Fashion-MNIST items moving over a black canvas, captioned: "an ankle boot moving left".
 
 A sample (see videos.py for what items hold) is a function of its index alone: which item, which of the five motions,
-how fast, from where. A straight motion covers 0.6 to 1 of the way that the canvas leaves, a bouncing item 1.2 to 2.2
-times that way along each axis, so that it turns at least once. Places lie between pixels, where the item is blended.
+how fast, from where. A straight motion covers 0.6 to 1 of the free length, which is the canvas without the item's side;
+a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. Positions may lie between
+pixels, where the item is blended.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
 from dstrain.data.order import permute
 from dstrain.data.rows import packed
+from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
 
 MOVING = "builtin:moving-fashion"
@@ -25,11 +27,11 @@ _VERSION = 1                                      # of the clips, for the finger
 
 
 @dataclass
-class MovingFashion:
+class MovingFashion(Source):
     """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
 
-    num_frames, height, width: of the clips; items are squares of two thirds of the shorter side, so that not most of a
-    clip is black. split: "train", "held_out".
+    num_frames, height, width: of the clips. Items are squares of two thirds of the shorter side; smaller ones would
+    leave most of a clip black. split: "train" or "held_out".
     """
 
     num_frames: int
@@ -55,15 +57,15 @@ class MovingFashion:
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+    def __getitem__(self, index: int) -> Item:
         item = self.items[self._number(index)]
-        x, y = self._path(index)
-        video = _placed(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
+        x, y = self._positions(index)
+        video = _pasted(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
         return {"video": video[:, None].expand(self.shape), "frames": self.num_frames,
                 "caption": packed(self.caption(index)), "label": item["label"]}
 
     def caption(self, index: int) -> str:
-        """What the clip shows."""
+        """A sentence on what the clip shows."""
         name = FASHION[int(self.items.labels[self._number(index)])]
         return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {self._motion(index)}"
 
@@ -75,29 +77,28 @@ class MovingFashion:
     def _motion(self, index: int) -> str:
         return list(MOTIONS)[int(self.order[index]) % len(MOTIONS)]
 
-    def _path(self, index: int) -> tuple[Tensor, Tensor]:
-        """The upper left corner of the item in each frame, pixels: float32 (T,) each."""
-        way, begin, across, turned = rng.uniform(rng.keys_of_seeds(torch.tensor([int(self.order[index])])),
-                                                   "motion", (4,))[0].tolist()
+    def _positions(self, index: int) -> tuple[Tensor, Tensor]:
+        """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
+        key = rng.keys_of_seeds(torch.tensor([int(self.order[index])]))
+        speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()      # all in [0, 1)
         side = self.items.image_size
-        rooms = self.width - side, self.height - side                    # how far x and y reach
+        lengths = self.width - side, self.height - side                  # the largest x and y
         time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
-        directions, places = MOTIONS[self._motion(index)], []
-        bounces = all(directions)
-        for axis, (room, direction) in enumerate(zip(rooms, directions)):
-            if bounces:
-                distance = (1.2 + way) * max(rooms)                      # the same speed along both
-                direction = 1 if int(turned * 4) >> axis & 1 else -1
-                start = (begin, across)[axis] * 2 * room                 # within there and back again
-                place = (start + direction * distance * time) % (2 * room)
-                places.append(room - (place - room).abs())
+        directions, positions = MOTIONS[self._motion(index)], []
+        for axis, (length, direction) in enumerate(zip(lengths, directions)):
+            if all(directions):                                          # bouncing, with one speed along both axes
+                distance = (1.2 + speed) * max(lengths)
+                direction = 1 if int(quadrant * 4) >> axis & 1 else -1
+                period = 2 * length                                      # to the other side and back
+                position = ((start, across)[axis] * period + direction * distance * time) % period
+                positions.append(length - (position - length).abs())
             elif direction:
-                distance = (0.6 + 0.4 * way) * room
-                place = begin * (room - distance) + distance * time
-                places.append(place if direction > 0 else room - place)
+                distance = (0.6 + 0.4 * speed) * length
+                position = start * (length - distance) + distance * time
+                positions.append(position if direction > 0 else length - position)
             else:
-                places.append(torch.full_like(time, across * room))
-        return places[0], places[1]
+                positions.append(torch.full_like(time, across * length))
+        return positions[0], positions[1]
 
     def name(self, index: int) -> str:
         return f"{MOVING}/{self.split}/{index}"
@@ -106,13 +107,13 @@ class MovingFashion:
         return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
 
 
-def _placed(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """uint8 (S, S) at float32 (T,) each of x and y on a black canvas: uint8 (T, height, width)."""
+def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+    """An item uint8 (S, S) on a black canvas, with its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))                                                      # (S + 2, S + 2)
     columns, tops = x.long(), y.long()
     right, down = (x - columns)[:, None, None], (y - tops)[:, None, None]
-    # Shifted by a part of a pixel, the pixel at s shows what lies between s - 1 and s of the item.
+    # Shifted by a fraction of a pixel, pixel s shows a blend of the pixels s - 1 and s of the item.
     rows = (1 - down) * near[1:] + down * near[:-1]                                               # (T, S + 1, S + 2)
     shifted = (1 - right) * rows[:, :, 1:] + right * rows[:, :, :-1]                              # (T, S + 1, S + 1)
     for frame, patch, left, top in zip(frames, shifted, columns.tolist(), tops.tolist()):

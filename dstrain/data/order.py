@@ -1,15 +1,13 @@
 """The order of the samples: a pseudorandom permutation of each epoch, computed and never stored.
 
-Stream position p lies in epoch p // size at place p % size. The sample there is a function of
-(size, seed, epoch, place), so that resuming at any step is arithmetic: no state, no list, O(1) at
-any size and any world size.
+Stream position p lies in epoch p // size at place p % size. The sample there is a function of (size, seed, epoch,
+place), so that resuming at any step is arithmetic: no state, no list, O(1) at any size and any world size.
 
-The permutation is a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains"): an index is written as (left, right) in Z_a x Z_b with a =
-ceil(sqrt(size)) and b = ceil(size / a), each round adds a keyed hash of one half to the other,
-which is a bijection of the a * b pairs, and a result that lies outside of [0, size) goes through
-again until it lies inside. As a * b < size + a, hardly any does. The hash is the splitmix64
-finalizer (Steele, Lea, Flood 2014).
+The permutation is a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains"). An index is written as (left, right) in Z_a x Z_b with a = ceil(sqrt(size)) and b = ceil(size / a). Each
+round adds a keyed hash of one half to the other, which is a bijection of the a * b pairs. A result outside of [0, size)
+goes through again until it lies inside; as a * b < size + a, hardly any does. The hash is the splitmix64 finalizer
+(Steele, Lea, Flood 2014).
 """
 
 import math
@@ -21,8 +19,7 @@ from torch import Tensor
 
 from dstrain.recipe import ConfigError
 
-# four are a pseudorandom permutation for large halves (Luby, Rackoff); small halves mix less each
-# round
+# Four rounds are a pseudorandom permutation for large halves (Luby, Rackoff); small halves mix less in each round.
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -31,8 +28,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Order:
-    """The infinite stream of sample indices of a data set: each epoch passes over all `size`
-    samples once.
+    """The infinite stream of sample indices of a data set: each epoch passes over all `size` samples once.
 
     size: samples in the data set, 1 to 2^62. seed: any int; another seed is another stream.
     """
@@ -42,13 +38,10 @@ class Order:
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= 1 << 62:
-            raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the "
-                              "data set empty?")
+            raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the data set empty?")
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Sample index at stream position(s) >= 0; an int gives an int, an array or CPU tensor
-        int64 of its shape.
-        """
+        """Sample index at stream position(s) >= 0; an int gives an int, an array or CPU tensor int64 of its shape."""
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
@@ -59,9 +52,7 @@ class Order:
         return self._permute(epoch, place).astype(np.int64)
 
     def _permute(self, epoch: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """(epoch, place) -> index, uint64 arrays of one shape; uint64 arithmetic wraps, as the hash
-        wants.
-        """
+        """(epoch, place) -> index, uint64 arrays of one shape; the hash needs uint64 arithmetic, which wraps around."""
         size = np.uint64(self.size)
         a = np.uint64(math.isqrt(self.size - 1) + 1)
         b = np.uint64(-(-self.size // int(a)))
@@ -74,8 +65,7 @@ class Order:
         return index
 
 
-def permute(size: int, seed: int, epoch: int,
-            position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
+def permute(size: int, seed: int, epoch: int, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
     """Sample index at `position` (0 <= position < size) of one epoch; a bijection of [0, size)."""
     return Order(size, seed).index_at(position + epoch * size)
 
@@ -85,8 +75,7 @@ def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> 
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
-        # 63 bits: a sum that wraps would not be one-to-one
-        left = (left + (_mix(right ^ key) >> np.uint64(1))) % a
+        left = (left + (_mix(right ^ key) >> np.uint64(1))) % a    # 63 bits: a sum that wraps would not be one-to-one
         key = key + _GOLDEN
         right = (right + (_mix(left ^ key) >> np.uint64(1))) % b
     return left * b + right

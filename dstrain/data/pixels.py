@@ -1,10 +1,9 @@
 """From an image file to a square of pixels: guarded decoding, RGB, and the ADM centre crop.
 
-The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use:
-halve with BOX while the shorter side is at least twice the target, resize it to the target with
-BICUBIC, cut out the middle. EXIF orientation is ignored, as there. Unlike there, transparency is
-laid on white (dropping the alpha channel shows whatever colours lie beneath), and 16-bit grey is
-scaled to 8 bits (Pillow would clip it at 255).
+The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use: halve with BOX while
+the shorter side is at least twice the target, resize it to the target with BICUBIC, cut out the middle. EXIF
+orientation is ignored, as in ADM. Unlike in ADM, transparency is laid on white (without its alpha channel an image
+shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at 255).
 """
 
 import errno
@@ -25,55 +24,51 @@ from torch import Tensor
 from dstrain.recipe import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
-# by content; the other parsers of Pillow stay out of reach
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-# 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and
-# below the 179 megapixels at which Pillow refuses by itself.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")                  # by content; Pillow's other parsers stay out of reach
+# 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
+# megapixels at which Pillow refuses by itself.
 PIXEL_CAP = 1 << 27
 
-_PASSING = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR,
-            errno.ENOMEM, errno.EMFILE}
+_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE}
 
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False,
                pixel_cap: int = PIXEL_CAP) -> Tensor:
     """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
 
-    draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster,
-    other pixels).
-    pixel_cap: more pixels than this in the header is an error before anything is decoded.
-    Raises whatever Pillow raises on a broken file, OSError on storage that fails three times,
-    ConfigError at the cap.
+    draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster, other pixels).
+    pixel_cap: more pixels than this in the header is an error before anything is decoded. Raises whatever Pillow raises
+    on a broken file, OSError on storage that fails three times, ConfigError at the cap.
     """
-    return patiently(lambda: _read(path, image_size, channels, draft, pixel_cap))
+    def read() -> Tensor:
+        with open(path, "rb") as file:
+            return decode(file, image_size, channels, draft, pixel_cap)
+
+    return with_retries(read)
 
 
-def patiently(read: Callable[[], Any]) -> Any:
-    """What `read` returns; where the storage fails it is tried three times."""
+def with_retries(read: Callable[[], Any]) -> Any:
+    """What `read` returns; it is tried three times where the storage fails.
+
+    A failure of the storage must not count as a bad file: its substitute would make this run differ from the next.
+    """
     for attempt in range(3):
         try:
             return read()
         except OSError as error:
-            # where the storage failed and not the file, a second run would meet no substitute
-            if error.errno not in _PASSING or attempt == 2:
+            if error.errno not in _TRANSIENT or attempt == 2:
                 raise
             time.sleep(0.2 * 5 ** attempt)
 
 
-def _read(path: str | Path, image_size: int, channels: int, draft: bool, pixel_cap: int) -> Tensor:
-    with open(path, "rb") as file:
-        return decode(file, image_size, channels, draft, pixel_cap)
-
-
 def decode(file: BinaryIO, image_size: int, channels: int = 3, draft: bool = False,
            pixel_cap: int = PIXEL_CAP) -> Tensor:
-    """`read_image` of what is open already, such as a member of an archive."""
+    """`read_image` of an open file, such as a member of an archive."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
         with Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > pixel_cap:
-                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of "
-                                  f"{pixel_cap}")
+                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of {pixel_cap}")
             if draft:
                 image.draft(None, (image_size, image_size))
             image.load()
@@ -84,7 +79,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Any Pillow image as RGBA (channels 4), RGB (3) or L (1)."""
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
-        return image  # convert() would copy
+        return image                                           # convert() would copy
     if image.mode.startswith("I"):
         wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
         image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
@@ -95,19 +90,18 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """The ADM centre crop, bit for bit, of an RGB or L image: (width, height), a square without a height.
+    """The ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a square.
 
-    Of a rectangle it is the same: halved while both sides are at least twice the target's, then resized so that it
-    just covers the target.
+    For a rectangle, an image is halved while both sides are at least twice the target's, then resized so that it just
+    covers the target.
 
-    Of RGBA, colours are weighted by opacity, as Pillow does by itself in each pass: here once for
-    all passes, so that what is invisible never shows at an edge.
+    The colours of RGBA are weighted by opacity, as Pillow does in each pass; here it is done once for all passes, so
+    that invisible colours never show at an edge.
 
-    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes
-    may be called one by one, and the middle be cut out between them, without a changed bit. (A
-    `box` would save more, but its corners are float32 inside Pillow, which changes a few pixels.)
-    Recent versions take rows first where an image is more than twice as high as wide: such an
-    image, and any near that, goes through in one call.
+    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes may be called one by
+    one, and the middle be cut out between them, without a changed bit. (A `box` would save more, but its corners are
+    float32 inside Pillow, which changes a few pixels.) Recent versions take rows first where an image is more than
+    twice as high as wide: such an image, and any near that shape, is resized in one call.
     """
     height = height or width
     if image.mode == "RGBA":
@@ -127,9 +121,12 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
 
 
 def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """The first pass, to `wide`, over rows that y .. y + height of `high` will read; others blank."""
+    """The first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of `high`.
+
+    The other rows are blank.
+    """
     full, ratio = image.height, image.height / high
-    reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
+    reach = 2 * max(ratio, 1.0) + 2                      # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
     top = max(0, math.floor(y * ratio - reach))
     bottom = min(full, math.ceil((y + height) * ratio + reach))
     if (top, bottom) == (0, full):
@@ -140,18 +137,17 @@ def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> I
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """An image as uint8 (C, H, W); by bands, half the cost of a transposed array."""
+    """An image as uint8 (C, H, W); going by bands costs half as much as transposing an array."""
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """All pictures of a folder, in the order of their names, or `arr_0` of an .npz as launch/generate.py writes it.
-
-    uint8 (N, channels, H, W). ConfigError: no such pictures, or of several sizes, with the remedy.
+    """uint8 (N, channels, H, W): all pictures of a folder, in the order of their names, or `arr_0` of an .npz as
+    launch/generate.py writes it. ConfigError: no such pictures, or of several sizes.
     """
-    path = written(path)
+    path = samples_path(path)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
         try:
@@ -161,7 +157,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
-    array = samples_of(path)
+    array = read_samples(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
         raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
     pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
@@ -171,13 +167,13 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     return pictures.expand(-1, channels, -1, -1)
 
 
-def written(path: Path) -> Path:
-    """The .npz of samples in a folder of launch/generate.py's, which has a grid as well; else the path itself."""
-    made = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
-    return made[-1] if made else path
+def samples_path(path: Path) -> Path:
+    """The .npz of samples in a folder that launch/generate.py wrote (it holds a grid, too); else the path itself."""
+    files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
+    return files[-1] if files else path
 
 
-def samples_of(path: Path) -> np.ndarray:
+def read_samples(path: Path) -> np.ndarray:
     """`arr_0` of an .npz as launch/generate.py writes it. ConfigError: there is none."""
     try:
         with np.load(path, allow_pickle=False) as file:

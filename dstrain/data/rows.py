@@ -1,4 +1,4 @@
-"""Rows of embeddings and captions on disk: files of one kind, one after the other. See embeddings.py for the layout."""
+"""Rows of embeddings and captions on disk, each kind in consecutive files. See embeddings.py for the layout."""
 
 import errno
 import zipfile
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample
+from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
            "text_mask": "text_mask"}              # name in a batch -> folder
-_ENDS = 1 << 16                                   # bytes of a file of captions by which it is known
-CAPTION_BYTES = 512                               # of a caption that is read, the rest is cut off
+_ENDS = 1 << 16                                   # bytes at either end of a file of captions, for the fingerprint
+CAPTION_BYTES = 512                               # of a caption; the rest is cut off
 _COLUMNS = ("caption", "TEXT", "text")
 _MAPPED = 64                                      # files of a kind that a process keeps mapped: each is an open file
 _AXES = {"image_embed": ("n", "D"), "text_embed": ("n", "T"), "text_encodings": ("n", "L", "E"),
@@ -25,16 +25,16 @@ _AXES = {"image_embed": ("n", "D"), "text_embed": ("n", "T"), "text_encodings": 
 
 
 class Table:
-    """Arrays of one kind, one after the other: (n, ...) each.
+    """Arrays (n, ...) of one kind, whose rows count on from array to array.
 
-    Files below `root` are mapped when they are read, the last _MAPPED of them stay so; without a root `arrays` are
-    kept in memory. ConfigError: a shape or dtype that this kind does not have.
+    Files below `root` are mapped when they are read, and the _MAPPED last used ones stay mapped; without a root
+    `arrays` are kept in memory. ConfigError: a shape or dtype that this kind does not have.
     """
 
     def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
         self.key, self.names, self.root = key, names, root
         self.shape, self.lengths, self.size = (), [], 0
-        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))     # the one that was read last is the last
+        self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))     # in the order of their last use
         axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
         for number, name in enumerate(names):
             array = self.arrays[number] if root is None else mapped(root, name)
@@ -81,21 +81,22 @@ class Table:
         return f"{self.names[number]}[{inner}]"
 
     def scan(self) -> None:
-        """ConfigError names the first row that cannot be used."""
+        """Looks through all rows. ConfigError names the first that cannot be used."""
         for number, name in enumerate(self.names):
-            fault = fault_of(as_read(self._array(number)), self.key)
+            fault = fault_of(as_float32(self._array(number)), self.key)
             if fault:
                 raise ConfigError(f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or "
                                   "embed it again")
 
     def add_to(self, digest: Any) -> None:
+        """Adds to a hash the names, lengths and shapes, and of each file the first and the last row."""
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
     def add_rows(self, digest: Any, count: int | None) -> None:
-        """All values, or those of `count` rows, evenly spaced. What ships with the package is known by its ends."""
+        """Adds to a hash all values, or those of `count` evenly spaced rows; none of data inside the package."""
         if self.root is None:
             return
         if count is None:
@@ -107,7 +108,7 @@ class Table:
 
 
 def mapped(root: Path, name: str) -> np.ndarray:
-    """A .npy file as an array on the disk. ConfigError names the file, or the limit that keeps it from being opened."""
+    """A .npy file, mapped into memory. ConfigError names the file, or the limit of open files where that is reached."""
     try:
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -123,18 +124,18 @@ def mapped(root: Path, name: str) -> np.ndarray:
     return array
 
 
-def as_read(values: np.ndarray) -> np.ndarray:
-    """Masks as they are, all else as float32, in which what is too large becomes infinite."""
+def as_float32(values: np.ndarray) -> np.ndarray:
+    """Masks as they are, numbers as float32; those that are too large for it become infinite."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
 
 class Captions:
-    """The caption column of parquet files; a file's is kept in memory once it has been met."""
+    """The caption column of parquet files; a file's captions stay in memory once one of them was read."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
         parquet = _parquet()
-        self.root, self.names, self.columns, self.read = root, names, [], {}
+        self.root, self.names, self.columns, self.cached = root, names, [], {}
         lengths = []
         for name in names:
             try:
@@ -151,29 +152,29 @@ class Captions:
         self.lengths, self.ends = lengths, np.cumsum(lengths)
 
     @staticmethod
-    def there(root: Path, names: list[str]) -> bool:
-        """Whether all files have a column of captions; what else is wrong with them is left to be met."""
+    def exist(root: Path, names: list[str]) -> bool:
+        """Whether all files have a column of captions; True for unreadable files, which the constructor refuses."""
         try:
             return all(set(_COLUMNS) & set(_parquet().read_schema(root / name).names) for name in names)
         except (OSError, ValueError):
             return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "read": {}}
+        return {**self.__dict__, "cached": {}}
 
     def __getitem__(self, row: int) -> Tensor:
         number = int(np.searchsorted(self.ends, row, side="right"))
-        if number not in self.read:
+        if number not in self.cached:
             table = _parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
-            self.read[number] = table.column(0).combine_chunks()
+            self.cached[number] = table.column(0).combine_chunks()
         inner = row - int(self.ends[number] - self.lengths[number])
-        text = self.read[number][inner].as_py()
+        text = self.cached[number][inner].as_py()
         if not text:
             raise BadSample(f"{self.names[number]}[{inner}]", "has no caption")
         return packed(text)
 
     def add_to(self, digest: Any) -> None:
-        """Names, rows, sizes, and the first and last bytes, where a parquet file keeps the places of all pages."""
+        """Adds to a hash names, rows, sizes, and the first and last bytes: the last hold the places of all pages."""
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
                 head = file.read(_ENDS)
@@ -184,13 +185,13 @@ class Captions:
 
 
 def packed(caption: str) -> Tensor:
-    """A caption as batches hold it: uint8 (CAPTION_BYTES,), cut off between characters."""
+    """A caption as it stands in batches: UTF-8 as uint8 (CAPTION_BYTES,), cut off between characters."""
     encoded = caption.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode("utf-8")
     return torch.from_numpy(np.frombuffer(encoded.ljust(CAPTION_BYTES, b"\0"), np.uint8).copy())
 
 
 def fault_of(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """The first of rows (n, ...) that cannot be used, and why."""
+    """The first of rows (n, ...) that cannot be used, and the reason; None: all can."""
     if rows.dtype == np.bool_:
         return None
     flat = rows.reshape(len(rows), -1)

@@ -12,15 +12,15 @@ A shard holds, for its n samples in the order of the data,
     label     int64 (n,)                                   class
     source    int64 (n,)                                   index in the data; another one's where a file was unreadable
 
-of videos tokens int32 (n, 1, t, h, w) and, what is said of them,
+For videos, tokens are int32 (n, 1, t, h, w), and there are also
 
     frames    int64 (n,)                                   how many of the clip's frames are real, padding follows
     caption   uint8 (n, 512)                               UTF-8 filled up with zeros, where the data have captions
     text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens
 
-and, as JSON under `shard` in the header, what was summed and met on the way and a hash of all of it. A shard is thus a
-function of its content alone and proves by itself that it is whole; what lies together in use (mean and deviation of
-one image) lies together on the disk.
+The header holds, as JSON under `shard`, sums for the statistics, the unreadable files, and a hash of the whole shard. A
+shard is thus a function of its content alone and proves by itself that it is whole. What is used together (mean and
+deviation of one image) lies together on the disk.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from dstrain.disk import sealed
 from dstrain.recipe import ConfigError
 
 INDEX, ENCODING = "index.json", "encoding.json"
@@ -53,44 +54,43 @@ def shard_name(number: int) -> str:
 
 def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     """The bytes of a shard; `facts` is JSON."""
-    # safetensors would write an array of another memory layout as it lies.
+    # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(array)
-    # One entry: the order of several in the header would be by chance.
+    # One metadata entry: safetensors writes several in random order.
     return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """What a shard says of itself: its facts and, as `hash`, the hash of all. ConfigError: its bytes are not whole."""
+    """The `facts` that a shard was packed with and, as `hash`, its hash. ConfigError: its bytes are not whole."""
     try:
         facts = json.loads(_header(data[:8], data[8:8 + _length(data[:8])])["__metadata__"]["shard"])
         whole = pack(load(data), {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
-    if not whole:                                            # no flip hides: the bytes follow from what they say
+    if not whole:                                            # packed again: not even a byte of padding may differ
         raise ConfigError("has altered or missing bytes")
     return facts
 
 
-def check(path: Path, said: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`facts_of` a file, against what an index said of it. ConfigError names the file."""
+def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`facts_of` a file, whose hash must be that of an index's `entry`. ConfigError names the file."""
     try:
         facts = facts_of(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except ConfigError as error:
         raise ConfigError(f"{path} {error}") from None
-    if said is not None and facts["hash"] != said["hash"]:
+    if entry is not None and facts["hash"] != entry["hash"]:
         raise ConfigError(f"{path} is another shard than the index was written for")
     return facts
 
 
 def encoding_of(path: Path) -> str | None:
-    """`short` of the encoding that a shard says to be of, its bytes unchecked; None: it says nothing that can be read.
-    """
+    """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
     try:
         with open(path, "rb") as file:
             word = file.read(8)
@@ -100,7 +100,7 @@ def encoding_of(path: Path) -> str | None:
 
 
 def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """What an index, and whoever writes one, needs to know of a shard."""
+    """What an index, and the statistics in it, need to know of a shard."""
     return {"name": path.name, "size": path.stat().st_size, **{key: facts[key] for key in ("hash", "sums", "bad")}}
 
 
@@ -110,7 +110,7 @@ def mapped(path: Path) -> Arrays:
         with open(path, "rb") as file:
             word = file.read(8)
             header = _header(word, file.read(_length(word)))
-        # A plain array: each row taken of a memmap would pass through Python once more.
+        # A plain array, since indexing a memmap runs Python code for each row.
         content = np.memmap(path, np.uint8, "r", offset=8 + _length(word)).view(np.ndarray)
         arrays = {}
         for name, entry in header.items():
@@ -141,9 +141,8 @@ def _header(word: bytes, text: bytes) -> dict[str, Any]:
 
 
 def sums(codes: np.ndarray) -> dict[str, Any]:
-    """Of one shard's moments, by channel: the sum of the latents' means, and that of their second moments.
-
-    Of token ids: the largest.
+    """By channel, the sum of the latents' means and that of their second moments, of one shard; of token ids the
+    largest.
     """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -155,8 +154,8 @@ def sums(codes: np.ndarray) -> dict[str, Any]:
 def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
-    `shards`: the `sums` of each; `count`: values of one channel in all. The sums are exact, so that they do not depend
-    on who added what. Over all channels together, as Rombach et al. 2022 (appendix G) scale latents.
+    shards: the `sums` of each. count: values of one channel in all shards. The sums are exact, so they do not depend on
+    the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale latents.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
@@ -177,7 +176,7 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
 
 
 def short(encoding: dict[str, Any]) -> str:
-    """A hash of an encoding: what its shards carry."""
+    """A hash of an encoding, which its shards carry."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -186,22 +185,16 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
     """The body of an index, from the records of all shards in order."""
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
-        found = {"largest": max(some["largest"] for some in summed)}
+        summary = {"largest": max(some["largest"] for some in summed)}
     else:
-        found = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
-    return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": found, "versions": versions,
+        summary = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
+    return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
             "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
             "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
 
 
-def render(body: dict[str, Any]) -> str:
-    """index.json: the body, and a hash of it."""
-    text = json.dumps(body, sort_keys=True, indent=1)
-    return f'{{"hash": "{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}",\n"body": {text}}}\n'
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether launch/encode.py has written into a folder: by the beginning of its files, since names may be anyone's.
+def is_cache(folder: Path) -> bool:
+    """Whether launch/encode.py has written into a folder: by how its files begin, since other tools use these names.
     """
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
@@ -214,11 +207,11 @@ def is_ours(folder: Path) -> bool:
 
 
 def earlier(folder: Path) -> dict[str, Any] | None:
-    """What encoding.json says, or where that cannot be read the index; None: neither says anything."""
+    """The content of encoding.json, or where that cannot be read the index's encoding; None: neither can be read."""
     try:
-        there = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
-        if isinstance(there["encoding"], dict) and isinstance(there.get("of", {}), dict):
-            return there
+        content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
+        if isinstance(content["encoding"], dict) and isinstance(content.get("of", {}), dict):
+            return content
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     try:
@@ -228,26 +221,24 @@ def earlier(folder: Path) -> dict[str, Any] | None:
 
 
 def strangers(folder: Path) -> list[str]:
-    """What in a folder is none of ours: all but hidden files, where nothing in it is known to be."""
+    """Names in a folder that launch/encode.py does not write; all but hidden files, where it has not written there."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
-    return [name for name in names if not _NAMES.fullmatch(name)] if is_ours(folder) else names
+    return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The body of a folder's index. ConfigError: there is none, it is altered, or of another version's format."""
     path = folder / INDEX
     try:
-        text = path.read_text(encoding="utf-8")
-        body = json.loads(text)["body"]
-        whole = text == render(body)
+        body = sealed.parse(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
             raise ConfigError(f"{folder} is not encoded to the end: give the command of launch/encode.py that began it "
                               "once more, and it goes on where it stopped") from None
         raise ConfigError(f"{folder} holds no {INDEX}: name a folder that launch/encode.py has written") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
+    except OSError:
+        body = None
+    if body is None:
         raise ConfigError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
                           "more, which makes it anew")
     if body["format"] != FORMAT:

@@ -3,14 +3,15 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.images import class_folders, open_images
+from dstrain.data.folder import class_folders
+from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
+from dstrain.data.source import Source
 from dstrain.data.videos import open_videos
 from dstrain.ranks import group
 from dstrain.recipe import Codes, ConfigError, Data
@@ -26,7 +27,7 @@ _REMEDIES = {"images": "give a folder of images",
              "pairs": f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"}
 
 
-def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
+def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | None]:
     """The training source and the held-out one, None where a folder holds nothing out. `verify`: compare hashes, too.
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
@@ -51,7 +52,7 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
     return train, None
 
 
-def _open_clips(data: Data) -> tuple[Any, Any | None]:
+def _open_clips(data: Data) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         given = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -89,7 +90,7 @@ def _holds_videos(path: str) -> bool:
     return found
 
 
-def open_split(data: Data, split: str) -> Any | None:
+def open_split(data: Data, split: str) -> Source | None:
     """The train, validation or test split of embedding pairs, None where data.splits gives it nothing.
 
     ConfigError as `open_pairs`, and for data that have no such splits.
@@ -155,12 +156,13 @@ def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: 
         return
     if kind == "images" and "clips" in learns_from:
         raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
-    others = [f"system={name}" for name in learners(kind)]
-    remedy = " or ".join(_REMEDIES[wanted] for wanted in learns_from)
-    entry = f"data.num_frames={data.num_frames}: " if kind == "clips" and data.num_frames else ""
-    raise ConfigError(f"{entry}data.path={data.path} holds {KINDS[kind]}, and {system} learns from "
-                      f"{' or '.join(KINDS[wanted] for wanted in learns_from)}: {remedy}"
-                      + (f"; or choose {' or '.join(others)}" if others else ""))
+    expected = f"{system} learns from {' or '.join(KINDS[own] for own in learns_from)}"
+    others = " or ".join(f"system={name}" for name in learners(kind))
+    choice = f", or choose {others}" if others else ""
+    if kind == "clips" and data.num_frames:
+        raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
+    remedy = " or ".join(_REMEDIES[own] for own in learns_from)
+    raise ConfigError(f"data.path={data.path} holds {KINDS[kind]}, and {expected}: {remedy}{choice}")
 
 
 def _open_codes(data: Data) -> tuple[Latents, Latents | None]:

@@ -1,56 +1,96 @@
-"""A part of a source that stands for the whole of it."""
-
-from typing import Any
+"""Views: sources that show the samples of another source, fewer of them or in another order."""
 
 from torch import Tensor
 
-from dstrain.data.bad_files import BadSample
+from dstrain.data.order import Order
+from dstrain.data.source import Bad, BadSample, Item, Source
 
 
-class Spread:
-    """`num` samples of a source, evenly spaced over it, since a folder lists class by class; None takes all."""
+class View(Source):
+    """The samples of `whole`, in its order; subclasses say by `place` which sample stands at an index."""
 
-    def __init__(self, whole: Any, num: int | None = None) -> None:
-        self.whole, self.num = whole, min(num or len(whole), len(whole))
-        self.unreadable: set[str] = set()                                # met by this rank
-        if hasattr(whole, "take"):
-            self.take = self._take                                       # a whole batch at once, see batches.py
+    def __init__(self, whole: Source) -> None:
+        self.whole = whole
+        self.classes, self.light, self.batched = whole.classes, whole.light, whole.batched
+        self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
 
-    def _take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
-        return self.whole.take(index * len(self.whole) // self.num, mirrored)
+    def place(self, index: int | Tensor) -> int | Tensor:
+        """Index in `whole`, of an int or of each in int64 (b,)."""
+        return index
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.whole[self.place(index)]
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        if self.batched:
+            return self.whole.read_batch(self.place(index), mirrored, chance)
+        return super().read_batch(index, mirrored, chance)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(self.place(index))
+
+    def fingerprint(self) -> str:
+        return self.whole.fingerprint()
+
+
+class Spread(View):
+    """`num` samples, evenly spaced, since a folder lists class by class; None takes all.
+
+    `unreadable` are the names of those that this rank could not read.
+    """
+
+    def __init__(self, whole: Source, num: int | None = None) -> None:
+        super().__init__(whole)
+        self.num = min(num or len(whole), len(whole))
+        self.unreadable: set[str] = set()
 
     def __len__(self) -> int:
         return self.num
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def place(self, index: int | Tensor) -> int | Tensor:
+        return index * len(self.whole) // self.num
+
+    def __getitem__(self, index: int) -> Item:
         try:
-            return self.whole[index * len(self.whole) // self.num]
+            return super().__getitem__(index)
         except BadSample as error:
             self.unreadable.add(error.path)
             raise
 
 
-class Windows:
-    """`num` windows of every clip of a source that has `read` (see videos.py), evenly spaced over where one may begin.
+class Shuffled(View):
+    """All samples in the order in which training takes them."""
 
-    A clip that is no longer than its window gives the same one each time.
+    def __init__(self, whole: Source, seed: int) -> None:
+        super().__init__(whole)
+        self.order = Order(len(whole), seed)
+
+    def place(self, index: int | Tensor) -> int | Tensor:
+        return self.order.index_at(index)
+
+
+class Windows(View):
+    """`num` windows of every clip, evenly spaced over the places where a window may begin.
+
+    A clip that is no longer than a window gives the same one each time.
     """
 
-    light = False
-
-    def __init__(self, whole: Any, num: int) -> None:
-        self.whole, self.num = whole, num
-        self.classes = whole.classes
+    def __init__(self, whole: Source, num: int) -> None:
+        super().__init__(whole)
+        self.num = num
 
     def __len__(self) -> int:
         return len(self.whole) * self.num
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        clip, window = divmod(index, self.num)
-        return self.whole.read(clip, (window + 0.5) / self.num)
+    def place(self, index: int | Tensor) -> int | Tensor:
+        return index // self.num
 
-    def name(self, index: int) -> str:
-        return self.whole.name(index // self.num)
+    def __getitem__(self, index: int) -> Item:
+        return self.whole.read(self.place(index), (index % self.num + 0.5) / self.num)
 
     def fingerprint(self) -> str:
         return f"{self.whole.fingerprint()} x {self.num}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.data.clips import Cut, PICTURES, VIDEOS, read_clip
-from dstrain.data.pixels import samples_of, written
+from dstrain.data.pixels import read_samples, samples_path
 from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request, System
@@ -91,7 +91,7 @@ def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> 
     K is `given`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
     ConfigError names the file that cannot be read, is too short or of another size.
     """
-    path = written(path)
+    path = samples_path(path)
     if path.suffix == ".npz":
         clips = list(_of_npz(path, data))
     else:
@@ -124,7 +124,7 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
 
 def _of_npz(path: Path, data: Data) -> Iterator[Tensor]:
     try:
-        array = samples_of(path)
+        array = read_samples(path)
     except ConfigError as error:
         raise ConfigError(f"--prime {error}") from None
     array = array[:, None] if array.ndim == 4 else array

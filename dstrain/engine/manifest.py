@@ -5,12 +5,12 @@ large file.
 """
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dstrain.disk import sealed
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
@@ -25,25 +25,12 @@ def manifest(path: str | os.PathLike) -> dict:
     ConfigError: it is missing, truncated or altered. Whether the files agree with it is not asked.
     """
     try:
-        text = (Path(path) / NAME).read_bytes()
+        body = sealed.parse((Path(path) / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
-    try:
-        body = json.loads(text)["body"]
-        whole = text == render(body)                         # all bytes: no flip hides in a space
-    except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
+    if body is None:
         raise ConfigError(f"{NAME} is truncated or altered")
     return body
-
-
-def render(body: dict) -> bytes:
-    """The manifest's bytes, a function of the body's content alone."""
-    body = json.loads(json.dumps(body))                      # keys become text, then are sorted
-    text = json.dumps(body, sort_keys=True, indent=1)
-    digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
-    return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
@@ -107,26 +94,3 @@ def faults(folder: Path, names: list[str], said: dict[str, dict]) -> list[str]:
         elif found[name] != said[name]:
             wrong.append(f"{name} has altered bytes")
     return wrong
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    tmp = path.with_name(f"{path.name}.tmp")         # one writer: a crash leaves one, not many
-    write_synced(tmp, text.encode())
-    os.replace(tmp, path)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Forces a folder's entries to the disk: without it a rename may be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 import dstrain
-from dstrain.engine.manifest import (NAME, faults, hash_files, manifest, render, replace,
-                                     sync_folder, write_synced)
+from dstrain.disk import atomic
+from dstrain.disk.sealed import render
+from dstrain.engine.manifest import NAME, faults, hash_files, manifest
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
@@ -185,17 +186,17 @@ class Store:
         return merged
 
     def _seal(self, step: int, tmp: Path, body: dict) -> None:
-        write_synced(tmp / NAME, render(body))
+        atomic.write(tmp / NAME, render(body))
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
-            sync_folder(folder)
+            atomic.sync_folder(folder)
         final = self._path(step)
         if final.exists():                                   # begin has found it damaged
             os.rename(final, self._path(step, ".damaged.tmp"))
         os.rename(tmp, final)
-        sync_folder(self.folder)
+        atomic.sync_folder(self.folder)
 
     def _point(self, pointer: str, step: int) -> None:
-        replace(self.folder / pointer, f"{self._path(step).name}\n")
+        atomic.write(self.folder / pointer, f"{self._path(step).name}\n")
 
     def _delete_outdated(self) -> None:
         best = self.best()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from dstrain.disk import atomic
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
 from dstrain.systems import config_class
 
@@ -97,7 +98,7 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
                        ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
-        _replace(folder / name, text)
+        atomic.write(folder / name, text)
 
 
 def last_saved(folder: Path) -> int:
@@ -118,7 +119,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
 
 
 def note_saved(folder: Path, step: int) -> None:
-    _replace(folder / "saved", f"{step}\n")
+    atomic.write(folder / "saved", f"{step}\n")
 
 
 def set_aside(folder: Path) -> None:
@@ -131,10 +132,3 @@ def set_aside(folder: Path) -> None:
         (folder / f"earlier_{number}").mkdir()
         for path in old:
             path.rename(folder / f"earlier_{number}" / path.name)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

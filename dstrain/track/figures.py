@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dstrain.track.pictures import written
+from dstrain.disk.atomic import replacing
 
 _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
@@ -81,8 +81,8 @@ def _draw(path: str | os.PathLike, said: str, panels: list[Any], result: dict[st
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.suptitle(said, fontsize=10)
-    with written(path) as tmp:
-        figure.savefig(tmp, format="png", dpi=130)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=130)
 
 
 def _bound(axes: Any, result: dict[str, Any]) -> None:

@@ -4,8 +4,7 @@ import math
 import os
 import unicodedata
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from dstrain.disk.atomic import replacing
 from dstrain.recipe import ConfigError
 
 _PADDING = 2                # black pixels between pictures and around them
@@ -110,21 +110,8 @@ def near_square(num: int) -> int:
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
     """Writes uint8 (H, W, 1 or 3) whole or not at all; makes the folder."""
     grey = pixels.shape[2] == 1
-    with written(path) as tmp:
-        Image.fromarray(pixels[:, :, 0] if grey else pixels).save(tmp, format="PNG")
-
-
-@contextmanager
-def written(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write that becomes `path` once it is whole, or is gone; makes the folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    try:
-        yield tmp
-        os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)
+    with replacing(path) as file:
+        Image.fromarray(pixels[:, :, 0] if grey else pixels).save(file, format="PNG")
 
 
 class Album:

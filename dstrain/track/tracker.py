@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dstrain.disk import atomic
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.track.figures import plot_columns
@@ -207,9 +208,7 @@ def _drop_after(path: Path, step: int) -> None:
     """Rewrites the file without the lines of later steps, whole or not at all."""
     if path.is_file():
         kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-        tmp = path.with_name(f".{path.name}.tmp")
-        tmp.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(tmp, path)
+        atomic.write(path, "".join(map(_line, kept)))
 
 
 def _line(entry: dict[str, Any]) -> str:

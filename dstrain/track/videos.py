@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dstrain.disk import atomic
 from dstrain.recipe import ConfigError
-from dstrain.track.pictures import enlarged, grid, lettering, on_white, tiled, written
+from dstrain.track.pictures import enlarged, grid, lettering, on_white, tiled
 
 FPS = 10                    # frames a second: a whole number of a GIF's hundredths of a second, too
 _STRIP = 9                  # frames of a clip that a strip shows
@@ -69,8 +70,7 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     files = [_single(picture, duration, **({} if number else {"loop": 0})) for number, picture in enumerate(pictures)]
     head = 13 + 3 * 256
     assert all(file[10] & 7 == 7 for file in files), "a palette of fewer colours"
-    with written(path) as tmp:
-        tmp.write_bytes(b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
+    atomic.write(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
 def _single(picture: Image.Image, duration: int, **said: int) -> bytes:
@@ -112,7 +112,8 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     frames = np.ascontiguousarray(np.broadcast_to(frames, (*frames.shape[:3], 3)))
-    with written(path) as tmp, av.open(str(tmp), "w", format="mp4", options={"movflags": "+faststart"}) as file:
+    options = {"movflags": "+faststart"}
+    with atomic.replacing(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as file:
         stream = file.add_stream("libx264", rate=fps, options={"crf": "15"})
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         stream.codec_context.thread_count = 1                # small frames, and ranks beside this one

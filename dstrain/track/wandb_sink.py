@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from dstrain.disk import atomic
+
 _CAPACITY = 1000            # entries that wait to be sent
 _PROBE_SECONDS = 5.0        # for the server's first answer; with the next two below 30 s in all
 _INIT_SECONDS = 18.0        # for wandb.init online
@@ -203,9 +205,7 @@ def _run_id(folder: Path) -> str:
     if path.is_file() and (known := path.read_text().strip()):
         return known
     fresh = secrets.token_hex(4)
-    tmp = path.with_name(".wandb_id.tmp")
-    tmp.write_text(fresh + "\n")
-    os.replace(tmp, path)
+    atomic.write(path, fresh + "\n")
     return fresh
 
 

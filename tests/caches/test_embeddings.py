@@ -105,7 +105,7 @@ def test_tar_shards(tmp_path, tower):
     data = pairs(tmp_path / "data")
     (data / "alone.png").unlink()
     source, plain = open_captioned(tars(tmp_path / "tars", data), 16), open_captioned(data, 16)
-    assert len(source) == len(plain) == COUNT and source.without == 2
+    assert len(source) == len(plain) == COUNT and source.num_uncaptioned == 2
     by_name = {plain.name(i): plain[i] for i in range(COUNT)}
     for i in range(COUNT):
         key = source.name(i).split("/", 1)[1]

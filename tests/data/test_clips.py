@@ -93,7 +93,7 @@ def test_keyframes_that_say_too_much(tmp_path):
     path = write(tmp_path / "a.mp4", moving(COUNT), *LOSSY["h264.mp4"][:1], options=LOSSY["h264.mp4"][1])
     full, _ = whole(path)
     listing = list_frames(path)
-    wrong = listing._replace(keys=tuple((place and place + 3, time + 7) for place, time in listing.keys))
+    wrong = listing._replace(keyframes=tuple((place and place + 3, time + 7) for place, time in listing.keyframes))
     video, _, _ = read_clip(path, Cut(4, 32, 48), 0.999, wrong)
     assert torch.equal(video, full[COUNT - 4:COUNT])
 

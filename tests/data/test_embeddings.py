@@ -14,9 +14,9 @@ import torch
 
 from dstrain import rng, systems
 from dstrain.data import embeddings, rows
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
+from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources, open_split, require_kind
 from dstrain.drawing.sampling import score
 from dstrain.encoders.text import captions_of
@@ -346,14 +346,16 @@ def test_the_data_section(tmp_path):
     train, unseen = open_sources(data)
     assert (train.split, len(train), unseen.split, len(unseen)) == ("train", 9, "validation", 3)
     assert len(open_split(data, "test")) == 3 and open_sources(data.model_copy(update={"splits": ALL}))[1] is None
-    prior, dit = ({name: 0 for name in systems.config_class(name).model_fields} for name in ("prior", "dit"))
-    require_kind(data, "prior", prior)
-    with pytest.raises(ValueError, match="dit learns from images"):
-        require_kind(data, "dit", dit)
-    with pytest.raises(ValueError, match="no embedding pairs"):
-        require_kind(Data(), "prior", prior)
+    def require(data, system):
+        require_kind(data, system, systems.config_class(system).learns_from, systems.learners)
+
+    require(data, "prior")
+    with pytest.raises(ValueError, match="holds embedding pairs, and dit learns from images .*, or choose system=prior$"):
+        require(data, "dit")
+    with pytest.raises(ValueError, match="holds images, and prior learns from embedding pairs"):
+        require(Data(), "prior")
     with pytest.raises(ValueError, match="data.splits"):
-        require_kind(data.model_copy(update={"held_out": .1}), "prior", prior)
+        require(data.model_copy(update={"held_out": .1}), "prior")
 
 
 def test_builtin():

@@ -12,10 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from dstrain.data import folder as folder_module
 from dstrain.data import images
-from dstrain.data.bad_files import BadSample
-from dstrain.data.images import FASHION, Names, open_images
+from dstrain.data.folder import Names
+from dstrain.data.images import FASHION, open_images
 from dstrain.data.pixels import center_crop, read_image, to_tensor
+from dstrain.data.source import BadSample
 from tests.support.pictures import BROKEN, bomb, break_file, folder, picture
 
 BUILTIN = Path(images.__file__).parent / "builtin"
@@ -319,8 +321,8 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     """Oracle: os.stat, whose calls are counted; of six files three are looked at, the first and the last among them."""
     source = open_images(folder(tmp_path / "d", 2, 3), 16)
     asked, stat = [], os.stat
-    monkeypatch.setattr(images, "_LOOKED_AT", 3)
-    monkeypatch.setattr(images.os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
+    monkeypatch.setattr(folder_module, "_ASKED", 3)
+    monkeypatch.setattr(os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
     found = source.fingerprint()
     assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
     asked.clear()

@@ -15,6 +15,7 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
+from dstrain.disk.sealed import render
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
 from launch import bench_latents
@@ -50,7 +51,7 @@ def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=(
                                       "sums": shards.sums(codes)}))
         records.append(shards.record(path, shards.check(path)))
         every.append(codes)
-    (folder / shards.INDEX).write_text(shards.render(shards.body_of(encoding, list(classes), records, {})))
+    (folder / shards.INDEX).write_bytes(render(shards.body_of(encoding, list(classes), records, {})))
     return np.concatenate(every)
 
 
@@ -174,7 +175,7 @@ def test_damaged_index(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="index.json is truncated or altered"):
             Latents(tmp_path / "x")
-    path.write_text(shards.render(json.loads(text)["body"] | {"format": 9}))
+    path.write_bytes(render(json.loads(text)["body"] | {"format": 9}))
     with pytest.raises(ValueError, match="has format 9"):
         Latents(tmp_path / "x")
     path.unlink()

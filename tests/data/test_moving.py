@@ -74,15 +74,15 @@ def test_an_item_that_rests_on_a_pixel_is_itself():
     source = MovingFashion(5, 24, 24, 3)
     image = Fashion(16, 1)[0]["image"][0]
     for index in range(200):
-        item, (x, y) = source[index], source._path(index)
+        item, (x, y) = source[index], source._positions(index)
         assert torch.equal(item["video"][:, 0], item["video"][:, 2])
         for frame, left, top in zip(item["video"][:, 0], x.tolist(), y.tolist()):
             assert 0 <= left <= 8 and 0 <= top <= 8
             outside = frame.clone()
             outside[int(top):int(top) + 17, int(left):int(left) + 17] = 0
             assert not outside.any()
-    from dstrain.data.moving import _placed
-    placed = _placed(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
+    from dstrain.data.moving import _pasted
+    placed = _pasted(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
     assert torch.equal(placed[0, 7:23, 3:19], image) and placed[0].sum() == image.sum()
     between = (image[:, 1:].float() + image[:, :-1]) / 2
     assert (placed[1, 16:, 4:19].float() - between).abs().max() <= 0.5                            # halfway

@@ -12,10 +12,10 @@ import torch
 
 from dstrain import rng
 from dstrain.data import videos
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import held_out
 from dstrain.data.clips import Cut
 from dstrain.data.order import Order
+from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources, require_kind
 from dstrain.data.spread import Spread
 from dstrain.data.videos import Mixed, open_videos, read_captions
@@ -210,7 +210,7 @@ def test_a_source_travels_light(tmp_path):
 
 def test_what_is_known_of_files_is_bounded(tmp_path, monkeypatch):
     """Oracle: counting, over two epochs whose items are equal."""
-    monkeypatch.setattr(videos, "_LISTINGS", 4)
+    monkeypatch.setattr(videos, "_MAX_LISTINGS", 4)
     source = open_videos(folder(tmp_path), CUT)
     first, second = ([source[index]["video"] for index in range(6)] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second)) and list(source._listings) == [2, 3, 4, 5]
@@ -329,31 +329,36 @@ def test_data_that_do_not_fit(tmp_path, given, message):
         open_sources(Data(**given | {"path": path}))
 
 
+def learners(kind):
+    """Systems by what they learn from: written here, since the function under test is given them."""
+    return {"clips": ["phenaki"], "clip_tokens": ["phenaki"], "latents": ["dit"]}.get(kind, [])
+
+
 def test_clips_are_for_systems_of_clips():
-    """Oracle: the contract: dit learns from images, a system with a temporal patch from clips."""
+    """Oracle: the contract: dit learns from images and latents, phenaki from clips and their tokens."""
     clips, images = Data(path="builtin:moving-fashion", num_frames=5, flip=False), Data()
-    require_kind(clips, "x", {"temporal_patch_size"})
-    require_kind(images, "x", {"image_size"})
-    require_kind(images, "x", {"temporal_patch_size", "num_frames"})
-    with pytest.raises(ValueError, match="data.num_frames=5: dit learns from images"):
-        require_kind(Data(num_frames=5), "dit", {"image_size", "codes"})
+    require_kind(clips, "x", ["clips"], learners)
+    require_kind(images, "x", ["images"], learners)
+    require_kind(images, "x", ["clips", "images"], learners)
+    with pytest.raises(ValueError, match="data.num_frames=5: dit learns from images, .*, or choose system=phenaki$"):
+        require_kind(Data(num_frames=5), "dit", ["images"], learners)
     with pytest.raises(ValueError, match="learns from clips: write data.num_frames=17"):
-        require_kind(images, "phenaki", {"temporal_patch_size"})
+        require_kind(images, "phenaki", ["clips"], learners)
 
 
 def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
     """Oracle: the contract: videos are for no system of images, tokens for none that encodes; the remedy is one."""
     write_pictures(tmp_path / "a.gif", moving(3, 16, 16))
     for path in ("builtin:moving-fashion", str(tmp_path)):
-        with pytest.raises(ValueError, match="holds videos, and dit learns from images: .*system=phenaki"):
-            require_kind(Data(path=path, flip=False), "dit", {"image_size", "codes"})
+        with pytest.raises(ValueError, match="holds videos, and dit learns from images: .*system=phenaki$"):
+            require_kind(Data(path=path, flip=False), "dit", ["images"], learners)
     cached = {"flips": 1, "scaling_factor": None, "first_stage": "x"}
-    for kind, shape, fields, said in (
-            ("tokens", (2, 4, 4), {"temporal_patch_size", "num_frames"}, "learns from clips: .*, or system=phenaki$"),
-            ("tokens", (4, 4), {"image_size"}, "learns from images: give a folder of images$"),
-            ("latents", (4, 4, 4), {"image_size"}, "learns from images: .*, or system=dit$")):
-        with pytest.raises(ValueError, match=f"holds cached {kind}, and x {said}"):
-            require_kind(Data(codes=dict(cached, kind=kind, shape=shape)), "x", fields)
+    for kind, shape, own, message in (
+            ("tokens", (2, 4, 4), "clips", "tokens of videos, and x learns from videos: .*, or choose system=phenaki$"),
+            ("tokens", (4, 4), "images", "tokens of images, and x learns from images: give a folder of images$"),
+            ("latents", (4, 4, 4), "images", "latents, and x learns from images: .*, or choose system=dit$")):
+        with pytest.raises(ValueError, match=f"holds cached {message}"):
+            require_kind(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
 
 
 def test_what_a_captions_file_may_hold(tmp_path):

@@ -5,14 +5,12 @@ import time
 
 import torch
 
-from dstrain.data.bad_files import BadSample
 from dstrain.data.batches import Batches
+from dstrain.data.source import BadSample, Source
 
 
-class Numbers:
-    """Sample i is an image whose first pixel row spells i, with label i; those in `bad` cannot be
-    read.
-    """
+class Numbers(Source):
+    """Sample i is an image whose first pixel row spells i, with label i; those in `bad` cannot be read."""
 
     light = True
 
@@ -31,6 +29,9 @@ class Numbers:
 
     def name(self, index: int) -> str:
         return f"number {index}"
+
+    def fingerprint(self) -> str:
+        return f"numbers n={self.size}"
 
 
 class Slow(Numbers):

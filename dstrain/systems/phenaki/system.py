@@ -84,13 +84,11 @@ class PhenakiSystem(System):
         """Encodes the first clip: its shape, its text, the tokenizer, and the text encoder where one is needed."""
         if self.config.tokenizer is not None:
             self.tokenizer()
-        if self.takes_texts and (silent := getattr(source, "silent", None)):
-            raise ConfigError(f"{silent}: no captions are there, and the model reads texts: give X.txt beside each "
-                              "file or class folders (of clips also data.captions), or set model.unconditional=true")
-        first = _first(source)
-        if first is None:                         # the loop will say which files cannot be read
-            return
-        batch = {name: torch.as_tensor(value)[None] for name, value in first.items()}
+        if self.takes_texts and source.uncaptioned:
+            raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
+                              "beside each file or class folders (of clips also data.captions), or set "
+                              "model.unconditional=true")
+        batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
             raise ConfigError(f"codebook_size {self.config.codebook_size}: the data hold the token {largest}; set "
@@ -316,15 +314,3 @@ class PhenakiSystem(System):
 
 def build(config: Config) -> PhenakiSystem:
     return PhenakiSystem(config)
-
-
-def _first(source: Any) -> dict[str, Any] | None:
-    """The first sample of a source that can be read, of as many as training would pass over."""
-    if hasattr(source, "first"):
-        return source.first()
-    for index in range(min(len(source), 1000)):
-        try:
-            return source[index]
-        except Exception:                         # a damaged file may raise anything; how many is bounded elsewhere
-            continue
-    return None

@@ -434,7 +434,7 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 
 def source(**item):
-    return SimpleNamespace(first=lambda: item)
+    return SimpleNamespace(first=lambda: item, uncaptioned=None)
 
 
 def test_data_that_do_not_fit(tokenizer):

@@ -1,0 +1,120 @@
+"""The type of a data source: samples by index, what is known of them, and how a batch of them is read.
+
+A sample that cannot be read is replaced by the next index, cyclically, that can. The substitute is a function of the
+data and the index alone, so it is the same on any rank, in any worker and at any world size.
+"""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dstrain.recipe import ConfigError
+
+Item = dict[str, Tensor | int]
+Bad = list[tuple[str, str]]                # (name, reason) of samples that cannot be read
+
+_MAX_TRIES = 1000                          # substitutes in a row; data with a longer stretch are broken as a whole
+_MIRRORED = ("image", "video")             # entries of a batch that have a left and a right side
+
+
+class BadSample(Exception):
+    """A sample that cannot be read: `path` (relative to the data) and `reason`, one line each."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    @classmethod
+    def from_error(cls, name: str, error: Exception, path: Path | None = None) -> "BadSample":
+        """Of whatever error reading raised; the file's `path` in it becomes `name`."""
+        reason = str(error) if path is None else str(error).replace(str(path), name)
+        return cls(name, f"{type(error).__name__}: {' '.join(reason.split())[:300]}")
+
+
+class Source(ABC):
+    """Data as samples 0 .. len - 1. The same index gives the same item each time, but for the window of a clip.
+
+    An item is a dict such as {"image": uint8 (C, H, W), "label": int}; all items of a source have the same entries and
+    shapes. Each module of this folder says which entries its items have. Sources are pickled for the workers.
+    """
+
+    classes: tuple[str, ...] = ()          # names of the classes; the label of an item is an index into them
+    light: bool = False                    # reading an item costs less than passing it between processes
+    captioned: bool = False                # items have captions
+    uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
+    chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
+    batched: bool = False                  # `read_batch` is faster than item by item
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Item:
+        """One sample. BadSample: it cannot be read."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What a message calls a sample."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short string that changes with the data; a run saves it to notice a change on resume.
+
+        Of a folder it covers the sizes (and captions) of 10,000 files at most, so that it takes a second.
+        """
+
+    def contents(self) -> str:
+        """The fingerprint over all files, by which a cache is known to be of these data."""
+        return self.fingerprint()
+
+    def read(self, index: int, chance: float | None = None) -> Item:
+        """As [index]; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of a sample."""
+        return self[index]
+
+    def first(self) -> Item:
+        """The first sample that can be read. ConfigError: none of the first 1000 can."""
+        return read_items(self, [0])[0][0]
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        """The samples at `index` int64 (b,) as a batch, and those that could not be read and were replaced.
+
+        mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,), see `read`.
+        """
+        items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
+        batch = _stack(items)
+        for name in _MIRRORED if mirrored is not None else ():
+            if name in batch:
+                batch[name][mirrored] = batch[name][mirrored].flip(-1)
+        return batch, bad
+
+
+def read_items(source: Source, indices: list[int], chances: list[float] | None = None) -> tuple[list[Item], Bad]:
+    """The items at `indices`, the unreadable ones replaced, and each unreadable one that was met.
+
+    chances: of each item, see Source.read. ConfigError: 1000 samples in a row cannot be read.
+    """
+    items, bad = [], []
+    tries = min(len(source), _MAX_TRIES)
+    for place, index in enumerate(indices):
+        chance = None if chances is None else chances[place]
+        for candidate in range(index, index + tries):
+            try:
+                items.append(source.read(candidate % len(source), chance))
+                break
+            except BadSample as error:
+                bad.append((error.path, error.reason))
+        else:
+            raise ConfigError(f"{tries} samples in a row cannot be read; the last is {bad[-1][0]}: {bad[-1][1]}. "
+                              "Is data.path the right folder?")
+    return items, bad
+
+
+def _stack(items: list[Item]) -> dict[str, Tensor]:
+    """Items of equal shapes -> a batch; numbers become int64 (b,)."""
+    return {name: torch.stack([item[name] for item in items]) if isinstance(first, Tensor)
+            else torch.tensor([item[name] for item in items])
+            for name, first in items[0].items()}

@@ -1,0 +1,1 @@
+"""Files that are whole or not there: replaced in one piece, and sealed with a hash. Needs the standard library only."""

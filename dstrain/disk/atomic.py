@@ -1,0 +1,47 @@
+"""Writing a file so that a crash leaves the old one or the new one, and never half of it."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """A temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
+
+    Makes the folder. One process writes a path at a time: all use the same temporary name, so a crash leaves one file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write(path: str | os.PathLike, content: str | bytes) -> None:
+    """Writes a whole file; text as UTF-8."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(path: str | os.PathLike) -> None:
+    """Forces a folder's entries to the disk: without it a rename may be lost with the power.
+
+    Some file systems cannot do so for folders and answer EINVAL: there is nothing more to be done then.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
