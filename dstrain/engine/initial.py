@@ -128,14 +128,17 @@ class _Writes(TorchDispatchMode):
 
 
 def _resetting() -> nn.Module | None:
-    """The module in whose `reset_parameters` the caller runs, the innermost if there are several."""
+    """The module in whose `reset_parameters` the caller runs, the innermost if there are several.
+
+    None also if that method takes arguments: another call could not repeat what this one does.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "reset_parameters" and code.co_argcount:
             module = frame.f_locals.get(code.co_varnames[0])
             if isinstance(module, nn.Module):
-                return module
+                return module if code.co_argcount + code.co_kwonlyargcount == 1 else None
         frame = frame.f_back
     return None
 
