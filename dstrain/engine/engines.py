@@ -113,13 +113,13 @@ class Engines(Mapping[str, Any]):
     def turn(self, part: str) -> Iterator[dict[str, Any]]:
         """Networks for a loss of `part`: its engine live, the others bare and without gradients to their weights."""
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
-        thawed = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
-        for weight in thawed:
+        trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
+        for weight in trained:
             weight.requires_grad_(False)
         try:
             yield {name: self._engines[part] if name == part else others[name] for name in self._engines}
         finally:
-            for weight in thawed:
+            for weight in trained:
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-What of DeepSpeed is not its public interface is named here and nowhere else. Others use of an engine: `backward`,
-`step`, `module`, `optimizer.param_groups`, `is_gradient_accumulation_boundary`, `save_checkpoint`, `load_checkpoint`.
+Everything that reaches behind DeepSpeed's public interface stands in this file. Other files only call an engine's
+`backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`, and use its `module`
+and `optimizer.param_groups`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is
