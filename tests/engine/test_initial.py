@@ -167,9 +167,14 @@ def test_build():
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (1, 2))
 def test_first_loss(tmp_path, world):
-    """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3."""
+    """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3;
+    weights that only the rank decides are refused.
+    """
     launch("tests/engine/check_initial.py", tmp_path / "figures.json", num=world)
     figures = json.loads((tmp_path / "figures.json").read_text())
+    refusals = figures.pop("refusals")
+    assert [("constructors leave other weights" in refusal, "here tiny: last.weight" in refusal)
+            for refusal in refusals] == {1: [(False, False)], 2: [(True, False), (True, True)]}[world]
     for stage, found in figures.items():
         assert found["different"] == [] and found["loss"] == pytest.approx(found["plain"], rel=0, abs=1e-6), stage
         assert [("shift is set by a constructor" in note) for note in found["notes"]] == [True] * (stage == "3")
