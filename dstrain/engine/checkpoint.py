@@ -6,7 +6,8 @@
                                        for its tools; they resume at the same stage and number of ranks only
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
-number of ranks is the ordinary case. Nothing is pickled. The one clock makes random states needless (dstrain/rng.py).
+number of ranks is the ordinary case. Nothing is pickled. No random states are kept: every random number is a function
+of the seed, the step and the sample (dstrain/rng.py).
 """
 
 import json
@@ -24,7 +25,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
-from dstrain.engine.masters import MOMENTS, failing_together, for_tools
+from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import check_weights
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
@@ -47,16 +48,16 @@ class Checkpoints:
                  report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None):
         self.store = Store(folder, save.keep, save.keep_every)
         self._native = save.format == "deepspeed"
-        # DeepSpeed writes its own files from live values, with words between the ranks: no thread may do that.
+        # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines = engines
         self._ema = ema
         self._system = system
 
     def resume(self) -> int:
-        """Loads the newest checkpoint that verifies; its step, 0 where there is none.
+        """Loads the newest checkpoint that verifies; returns its step, 0 if the folder has no checkpoint.
 
-        ConfigError: checkpoints are there and none verifies, or they do not fit these networks.
+        ConfigError: none of the folder's checkpoints verifies, or the newest does not fit these networks.
         """
         steps = group.from_first(self.store.steps())
         if not steps:
@@ -70,9 +71,9 @@ class Checkpoints:
         return self.saver.newest
 
     def save(self, step: int, last: bool = False, score: float | None = None) -> None:
-        """Saves `step`, atomically, while training goes on or, where it is the `last` one, before this comes back.
+        """Saves `step`, atomically: beside training, or before this returns if it is the run's `last`.
 
-        A save that fails is reported, and training goes on. That of the lowest score is kept until another is better.
+        A save that fails is reported, and training goes on. The save of the lowest score is kept longest.
 
         FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
         """
@@ -86,7 +87,7 @@ class Checkpoints:
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout.
 
-        `native`: of a checkpoint that keeps the others in DeepSpeed's own files.
+        `native`: the checkpoint keeps master and moments in DeepSpeed's own files instead.
         """
         masters = self._engines.masters[part]
         if not native:
@@ -104,12 +105,12 @@ class Checkpoints:
 
     def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
         if self._native:
-            with failing_together(self._engines.values()):
+            with errors_at_the_end(self._engines.values()):
                 for part, engine in self._engines.items():
-                    engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=for_tools(),
+                    engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=universal_info(),
                                            save_latest=False)
-        for part, some in entries.items():
-            write_shard(folder / shard_name(part, group.rank(), group.world()), some, {"part": part})
+        for part, own in entries.items():
+            write_shard(folder / shard_name(part, group.rank(), group.world()), own, {"part": part})
         if group.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
@@ -152,12 +153,12 @@ class Checkpoints:
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
         with Shards(path, part) as shards:
-            if native := (path / "deepspeed").is_dir():           # whatever this run's own will be
+            if native := (path / "deepspeed").is_dir():           # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
             else:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
-                wanted = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
-                _same_names(path, part, saved, wanted)
+                expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
+                _require_same_shapes(path, part, saved, expected)
             for kind, flats in self._kinds(part, native):
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
@@ -171,7 +172,7 @@ class Checkpoints:
         buffers = _within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:
-                _same_names(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
+                _require_same_shapes(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         masters.updates = counters["updates"]
         masters.skipped = counters["skipped"]
@@ -180,13 +181,14 @@ class Checkpoints:
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
         """Reads DeepSpeed's own files; their bytes have been verified against our manifest before the unpickling."""
-        engine, world = self._engines[part], manifest(path)["world"]
-        here = self._engines.masters[part].stage
-        if (stage, world) != (here, group.world()):
+        world, own_stage = manifest(path)["world"], self._engines.masters[part].stage
+        if (stage, world) != (own_stage, group.world()):
             raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
-                              f"such a checkpoint resumes only there; here are stage {here} and {group.world()} ranks. "
-                              "Go on there with save.format=fragments: its next checkpoint goes on anywhere")
-        loaded, _ = engine.load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
+                              f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
+                              f"stage {stage} on {world} ranks with save.format=fragments: its next checkpoint resumes "
+                              "anywhere")
+        loaded, _ = self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part,
+                                                        load_lr_scheduler_states=False)
         if loaded is None:
             raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
 
@@ -236,9 +238,9 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def _same_names(path: Path, part: str, saved: dict[str, tuple], wanted: dict[str, tuple]) -> None:
-    for name in [*wanted, *saved]:
-        if saved.get(name) != wanted.get(name):
+def _require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    for name in [*expected, *saved]:
+        if saved.get(name) != expected.get(name):
             raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
-                              f"{wanted.get(name, 'absent')} here; set the model section as it was, or begin anew with "
-                              "--from-scratch")
+                              f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
+                              "with --from-scratch")

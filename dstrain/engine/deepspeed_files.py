@@ -4,9 +4,9 @@
     zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: buffers, and rank R's shares of the frozen weights
     [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's partitions of the fp32 masters, flat
 
-The names to be written are those of the module's state dict, in its order, and every one of them is found or the
-checkpoint is refused: trained weights in the masters; frozen weights and buffers in the model's files; a tied weight
-where its other name leads. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1, leaves them in bf16 at 2 and
+The names to be written are those of the module's state dict, in its order, and a checkpoint that lacks one of them is
+refused. Trained weights are taken from the masters, frozen weights and buffers from the model's files, and a tied
+weight from its other name. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1, leaves them in bf16 at 2 and
 3, refuses stage 0 and stage 1 with fp32 accumulation, and cannot write tied weights as safetensors.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, utils/zero_to_fp32.py.
@@ -27,7 +27,7 @@ from dstrain.recipe import ConfigError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_STRANGE = {
+_UNSUPPORTED = {
     re.compile(r"layer_\d+-.*model_states\.pt"): "is of a pipeline-parallel network, a file for each layer",
     re.compile(r"layer_.*expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt"):
         "is of a mixture of experts, a file for each",
@@ -57,18 +57,18 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     tags = sorted(child.name for child in path.iterdir() if child.is_dir() and files(child))
     if not tags:
         return None
-    wanted, said = tag, "--tag"
+    chosen, source = tag, "--tag"
     if tag is None and (path / "latest").is_file():
-        wanted = (path / "latest").read_text(encoding="utf-8", errors="replace").strip() or None
-        said = "the file latest says"
-    if wanted is None and len(tags) == 1:
-        wanted = tags[0]
-    if wanted is None:
+        chosen = (path / "latest").read_text(encoding="utf-8", errors="replace").strip() or None
+        source = "the file latest says"
+    if chosen is None and len(tags) == 1:
+        chosen = tags[0]
+    if chosen is None:
         raise ConfigError(f"{path} holds several checkpoints and no file latest that names one: choose with "
                           f"--tag {' | '.join(tags)}")
-    if wanted not in tags:
-        raise ConfigError(f"{said} {wanted}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
-    return path / wanted
+    if chosen not in tags:
+        raise ConfigError(f"{source} {chosen}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
+    return path / chosen
 
 
 def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
@@ -93,17 +93,17 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         states = {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
             _complete(folder, optimizers, models, states)
-        found = _merged(folder, {rank: contents[path].value for rank, path in models.items()}, states, dtype)
+        merged = _merged(folder, {rank: contents[path].value for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
                           f"({type(error).__name__}: {error})") from None
     sums: dict[Path, list[tuple[Span, int]]] = {}
     for path, content in contents.items():
         sums[path] = sorted(content.sums.items(), key=lambda pair: pair[0].offset)
-    for span in {span for entry in found.entries for span in entry.source.spans}:
+    for span in {span for entry in merged.entries for span in entry.source.spans}:
         around = sums[span.path][bisect.bisect(sums[span.path], span.offset, key=lambda pair: pair[0].offset) - 1]
-        found.sums[around[0]] = around[1]
-    return found
+        merged.sums[around[0]] = around[1]
+    return merged
 
 
 def files(folder: Path) -> list[str]:
@@ -116,13 +116,13 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     """Optimizer files and model files by data-parallel rank."""
     optimizers, models, parallel = {}, {}, []
     for name in files(folder):
-        for pattern, reason in _STRANGE.items():
+        for pattern, reason in _UNSUPPORTED.items():
             if pattern.fullmatch(name):
                 raise ConfigError(f"{folder}: {name} {reason}; only data-parallel checkpoints are merged here: see "
                                   "DeepSpeed's ds_to_universal.py")
-        for pattern, found in ((_OPTIMIZER, optimizers), (_MODEL, models)):
+        for pattern, by_rank in ((_OPTIMIZER, optimizers), (_MODEL, models)):
             if match := pattern.fullmatch(name):
-                other = found.setdefault(int(match[1] or 0), folder / name).name
+                other = by_rank.setdefault(int(match[1] or 0), folder / name).name
                 if int(match[2]):
                     parallel.append(name)
                 elif other != name:
@@ -155,7 +155,7 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
         trained = _stage0(folder, module, buffers)
     frozen = dict(_frozen(folder, models, sharded))
     shared, tied = dict(first.get("shared_params") or {}), {}
-    lies = {} if sharded else {value.spans: name for name, value in reversed(module.items())
+    names_by_place = {} if sharded else {value.spans: name for name, value in reversed(module.items())
                                if isinstance(value, Stored) and value.numel and name in trained}
     entries, left_out = [], []
     for name in dict.fromkeys((*module, *trained, *frozen)):
@@ -165,7 +165,7 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
         if holder not in trained and holder not in frozen and holder not in buffers:
             holder = shared.get(holder, holder)
         if holder == name and name not in trained and isinstance(value, Stored):
-            holder = lies.get(value.spans, name)               # shared, whatever the list says
+            holder = names_by_place.get(value.spans, name)     # tied, though shared_params does not list it
         if holder != name:
             tied[name] = holder
         if holder in trained or holder in frozen:
@@ -188,19 +188,19 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
 
 def _complete(folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path],
               states: Mapping[int, Any]) -> None:
-    """ConfigError: a rank's file is missing, or one of another world size lies there."""
+    """ConfigError: a rank's file is missing, or the folder also holds files of another world size."""
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
     if not 0 < world < 1 << 20:
         raise TypeError(f"partitions of {world} ranks")
     sharded = any("fp32_flat_groups" in state for state in states.values())
-    for found in (optimizers, models) if sharded else (optimizers,):
-        rank, name = next((rank, path.name) for rank, path in found.items())
-        missing = [name.replace(f"pp_rank_{rank}_", f"pp_rank_{n}_") for n in range(world) if n not in found]
+    for paths in (optimizers, models) if sharded else (optimizers,):
+        rank, name = next((rank, path.name) for rank, path in paths.items())
+        missing = [name.replace(f"pp_rank_{rank}_", f"pp_rank_{n}_") for n in range(world) if n not in paths]
         if missing:
-            raise ConfigError(f"{folder} lacks {', '.join(missing[:5])}: {len(found)} of {world} ranks are there")
-        if len(found) > world:
-            raise ConfigError(f"{folder} holds files of {len(found)} ranks, and was written by {world} at last: remove "
+            raise ConfigError(f"{folder} lacks {', '.join(missing[:5])}: {len(paths)} of {world} ranks are there")
+        if len(paths) > world:
+            raise ConfigError(f"{folder} holds files of {len(paths)} ranks, and was last written by {world}: remove "
                               f"{name.replace(f'pp_rank_{rank}_', f'pp_rank_{world}_')} and those above")
     if any("ds_zero_partition_groups" in state for state in states.values()):
         raise ConfigError(f"{folder} is partitioned over groups of experts: see DeepSpeed's ds_to_universal.py")
@@ -286,8 +286,8 @@ def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[
 
 
 def _fitting(folder: Path, name: str, tensor: Stored) -> Stored:
-    there, wanted = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
-    if there != wanted:
-        raise ConfigError(f"{folder}: {name} {tensor.shape} takes {wanted} bytes, {there} are there: it is damaged, or "
+    actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
+    if actual != expected:
+        raise ConfigError(f"{folder}: {name} {tensor.shape} takes {expected} bytes, not {actual}: it is damaged, or "
                           "written by a version of DeepSpeed that lays out weights in another way")
     return tensor

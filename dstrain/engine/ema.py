@@ -44,8 +44,8 @@ class EmaShadow:
     def swapped(self, decay: float | None = None) -> Iterator[None]:
         """The networks compute with the averages inside, and with the training weights, bit for bit, afterwards.
 
-        `decay` is one of the configured ones, None the first. All ranks enter and leave together. Where there are no
-        averages the training weights stay.
+        `decay` is one of the configured ones, None the first. All ranks enter and leave together. A part without
+        averages keeps its training weights. ConfigError: no average of this decay.
         """
         with ExitStack() as stack:
             for part, shadows in self.flats.items():

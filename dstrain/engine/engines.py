@@ -27,12 +27,12 @@ class Engines(Mapping[str, Any]):
     def __init__(self, networks: Networks, run: Run, settings: dict[str, Any],
                  decays: Decays, blocks: tuple[type[nn.Module], ...] = ()):
         self.settings = settings
-        self.notes: list[str] = []                                        # lines for the user
+        self.notes: list[str] = []                    # lines for the user
         self._engines: dict[str, Any] = {}
-        self._learned: set[str] = set()                                   # parts that had a turn since set_lr
+        self._learned: set[str] = set()               # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
-        if compiled:                                                      # a UNet's blocks are of more kinds than its 8
+        if compiled:                                  # torch's limit of 8 is too low for the kinds of a UNet's blocks
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for part, (network, values) in self._build(networks, run.seed).items():
             if run.channels_last:
@@ -40,7 +40,7 @@ class Engines(Mapping[str, Any]):
             if compiled:
                 for module in network.modules():
                     if isinstance(module, blocks):
-                        module.compile()                                  # in place: names stay, ZeRO still overlaps
+                        module.compile()              # block by block: names stay, and ZeRO-3 still gathers ahead
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
             self.set_weights(part, values)
@@ -62,17 +62,17 @@ class Engines(Mapping[str, Any]):
         for name, weight in network.named_parameters():
             assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
             shaped = torch.empty(full_shape(weight), device="meta")
-            assert shaped.numel(), f"{name} has no elements: checkpoints keep fragments, and of it there are none"
+            assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
             (with_decay if decays(name, shaped) else without).append(weight)
         groups = [{"params": with_decay, "weight_decay": run.optimizer.weight_decay},
                   {"params": without, "weight_decay": 0.0}]
-        wanted = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
+        options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
         if offloads_optimizer(self.settings):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([g for g in groups if g["params"]], adamw_mode=True,
-                                                            **wanted)
+                                                            **options)
         else:
             optimizer = torch.optim.AdamW([g for g in groups if g["params"]], fused=torch.cuda.is_available() or None,
-                                          **wanted)
+                                          **options)
         return deepspeed.initialize(model=network, optimizer=optimizer, config=dict(self.settings),
                                     dist_init_required=False)[0]
 
@@ -96,7 +96,7 @@ class Engines(Mapping[str, Any]):
 
     @torch.no_grad()
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and buffers from full values by state-dict name, one at a time. Buffers keep the precision given."""
+        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
         buffers = dict(self[part].module.named_buffers())
 
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -113,13 +113,13 @@ class Engines(Mapping[str, Any]):
     def turn(self, part: str) -> Iterator[dict[str, Any]]:
         """Networks for a loss of `part`: its engine live, the others bare and without gradients to their weights."""
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
-        thawed = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
-        for weight in thawed:
+        trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
+        for weight in trained:
             weight.requires_grad_(False)
         try:
             yield {name: self._engines[part] if name == part else others[name] for name in self._engines}
         finally:
-            for weight in thawed:
+            for weight in trained:
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:
@@ -129,7 +129,7 @@ class Engines(Mapping[str, Any]):
         nonfinite.step(self.masters[part])
 
     def applied(self) -> dict[str, bool]:
-        """For each part that had a turn in this step, whether it changed the weights; a GAN's other part may wait."""
+        """For each part that had a turn in this step, whether its weights changed. A part without a turn is absent."""
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def skipped(self) -> int:
@@ -137,15 +137,15 @@ class Engines(Mapping[str, Any]):
         return max(masters.skipped for masters in self.masters.values())
 
     def set_lr(self, lr: float) -> None:
-        """Begins a step: its learning rate, and nobody has learned yet."""
+        """Begins a step of all parts, with this learning rate."""
         self._learned.clear()
         for engine in self._engines.values():
             for param_group in engine.optimizer.param_groups:
                 param_group["lr"] = lr
 
     def figures(self) -> dict[str, float]:
-        """By part: grad_norm, of the last step before clipping, where it was computed; param_norm, of the fp32 weights;
-        loss_scale under fp16. Call on all ranks; it waits for the device, so only in a report.
+        """By part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the fp32 weights;
+        loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():

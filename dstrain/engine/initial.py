@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.engine.masters import full_shape
+from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]
 Values = Iterable[tuple[str, Tensor]]              # by state-dict name
@@ -40,7 +41,8 @@ def build(networks: Networks, seed: int, pieces: Callable[[], AbstractContextMan
     """Fresh networks by part, each with the values that its parameters and buffers start from.
 
     `pieces` gives the context in which ZeRO-3 partitions a network while it is constructed; it is used only where
-    modules draw their own weights. Else `note` gets the reason why constructors decide.
+    modules draw their own weights. Else `note` gets the reason why constructors decide. Call on all ranks.
+    RuntimeError on all ranks: constructors leave other weights on some rank than on rank 0.
     """
     reason = set_by_constructors(networks)
     with torch.random.fork_rng(devices=[]), pieces() if reason is None else nullcontext():
@@ -49,7 +51,10 @@ def build(networks: Networks, seed: int, pieces: Callable[[], AbstractContextMan
     if reason is None:
         return {part: (network, initial_weights(network, seed)) for part, network in built.items()}
     note(reason)
-    return {part: (network, _copies(network)) for part, network in built.items()}
+    copies = {part: (network, _copies(network)) for part, network in built.items()}
+    _require_same_on_all_ranks({f"{part}: {name}": value for part, (_, values) in copies.items()
+                                for name, value in values})
+    return copies
 
 
 def initial_weights(network: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -128,16 +133,29 @@ class _Writes(TorchDispatchMode):
 
 
 def _resetting() -> nn.Module | None:
-    """The module in whose `reset_parameters` the caller runs, the innermost if there are several."""
+    """The module in whose `reset_parameters` the caller runs, the innermost if there are several.
+
+    None also if that method takes arguments: another call could not repeat what this one does.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "reset_parameters" and code.co_argcount:
             module = frame.f_locals.get(code.co_varnames[0])
             if isinstance(module, nn.Module):
-                return module
+                return module if code.co_argcount + code.co_kwonlyargcount == 1 else None
         frame = frame.f_back
     return None
+
+
+def _require_same_on_all_ranks(values: dict[str, Tensor]) -> None:
+    sums = {name: zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy()) for name, value in values.items()}
+    first = group.from_first(sums)
+    different = [name for name in sums if sums[name] != first.get(name)]
+    if group.agree(bool(different)):
+        where = f"; here {different[0]}" if different else ""
+        raise RuntimeError("constructors leave other weights on some ranks than on rank 0: a network may draw random "
+                           f"numbers from torch alone, which every rank seeds alike{where}")
 
 
 def _join(prefix: str, name: str) -> str:

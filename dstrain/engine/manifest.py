@@ -22,7 +22,7 @@ _THREADS = 4                # for each rank; hashlib releases the interpreter's 
 def manifest(path: str | os.PathLike) -> dict:
     """The manifest of a checkpoint's folder: files, step, world, versions, extra.
 
-    ConfigError: it is missing, truncated or altered. Whether the files agree with it is not asked.
+    ConfigError: it is missing, truncated or altered. The files themselves are not compared with it.
     """
     try:
         body = sealed.parse((Path(path) / NAME).read_bytes())
@@ -57,7 +57,7 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
 
 
 class Digest:
-    """What `hash_files` says of a file, of its bytes as they are written."""
+    """Size and hash of a file as `hash_files` gives them, taken from its bytes while they are written."""
 
     def __init__(self) -> None:
         self._whole, self._block = hashlib.blake2b(digest_size=32), hashlib.blake2b(digest_size=32)
@@ -79,18 +79,18 @@ class Digest:
         return {"size": self.size, "hash": whole.hexdigest()}
 
 
-def faults(folder: Path, names: list[str], said: dict[str, dict]) -> list[str]:
-    """What is wrong with the named files, against what the manifest said of them."""
+def faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
+    """What is wrong with the named files, compared with the manifest's entries {name: {size, hash}}."""
     try:
-        found = hash_files(folder, [name for name in names if (folder / name).is_file()])
+        actual = hash_files(folder, [name for name in names if (folder / name).is_file()])
     except OSError as error:
         return [f"{type(error).__name__}: {error}"]
     wrong = []
     for name in names:
-        if name not in found:
+        if name not in actual:
             wrong.append(f"{name} is missing")
-        elif (size := found[name]["size"]) < said[name]["size"]:
-            wrong.append(f"{name} is truncated to {size} of {said[name]['size']} bytes")
-        elif found[name] != said[name]:
+        elif (size := actual[name]["size"]) < listed[name]["size"]:
+            wrong.append(f"{name} is truncated to {size} of {listed[name]['size']} bytes")
+        elif actual[name] != listed[name]:
             wrong.append(f"{name} has altered bytes")
     return wrong

@@ -1,7 +1,8 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-What of DeepSpeed is not its public interface is named here and nowhere else. Others use of an engine: `backward`,
-`step`, `module`, `optimizer.param_groups`, `is_gradient_accumulation_boundary`, `save_checkpoint`, `load_checkpoint`.
+Everything that reaches behind DeepSpeed's public interface stands in this file. Other files only call an engine's
+`backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`, and use its `module`
+and `optimizer.param_groups`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is
@@ -34,37 +35,41 @@ def full_shape(tensor: Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def for_tools() -> dict[str, Any]:
-    """What ds_to_universal looks for in DeepSpeed's own checkpoints: here that ZeRO alone has split the weights."""
+def universal_info() -> dict[str, Any]:
+    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees that ZeRO alone has split the
+    weights.
+    """
     from deepspeed.checkpoint import constants
     return {constants.UNIVERSAL_CHECKPOINT_INFO: {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
 
 
 @contextmanager
-def failing_together(engines: Iterable[Any]) -> Iterator[None]:
-    """Inside, no file that DeepSpeed cannot write keeps a rank from the words that each save_checkpoint exchanges; the
-    error comes afterwards. Else one rank's full disk would leave the others waiting for it.
+def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
+    """Keeps back the errors of files that DeepSpeed cannot write, and raises the first at the end.
+
+    The ranks communicate between the files of a save_checkpoint: a rank whose disk is full must not leave in the
+    middle, or the others would wait for it.
     """
     errors: list[OSError | RuntimeError] = []
 
-    def forgiving(write: Callable[..., Any]) -> Callable[..., Any]:
-        def written(*words: Any, **named: Any) -> Any:
+    def keeping_errors(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
-                return write(*words, **named)
-            except (OSError, RuntimeError) as error:                      # torch.save's own is a RuntimeError
+                return write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:                      # torch.save raises RuntimeError
                 errors.append(error)
-        return written
+        return attempt
 
     writers = [writer for engine in engines
                for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))]
     for owner, name in writers:
-        setattr(owner, name, forgiving(getattr(owner, name)))
+        setattr(owner, name, keeping_errors(getattr(owner, name)))
     try:
         yield
     finally:
         for owner, name in writers:
-            delattr(owner, name)                                          # the class's own is seen again
+            delattr(owner, name)                                          # uncovers the class's method
     if errors:
         raise errors[0]
 
@@ -81,7 +86,7 @@ class Masters:
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
         compute = {weight.data_ptr() for weight in self._compute_flats()}
-        # In fp32 the masters may be the compute weights themselves: showing other values then needs a copy.
+        # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     # ------------------------------------------------------------------------------------------------ where they lie
@@ -151,17 +156,17 @@ class Masters:
     def norm(self) -> float:
         """The length of all weights as one vector, on all ranks together."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
-        mine = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
-        return group.total(mine.to(group.device())).sqrt().item()                 # offloaded masters are on the host
+        total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
+        return group.total(total.to(group.device())).sqrt().item()                # offloaded masters are on the host
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the masters from full weights by name; names that are not trained are passed over. Then `publish`."""
-        mine: dict[str, list[tuple[Fragment, Tensor]]] = {}
+        """Sets the masters from full weights by name and ignores other names. `publish` must follow."""
+        own: dict[str, list[tuple[Fragment, Tensor]]] = {}
         for fragment, view in self.views(self.flats):
-            mine.setdefault(fragment.name, []).append((fragment, view))
+            own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
-            for fragment, view in mine.get(name, ()):
+            for fragment, view in own.get(name, ()):
                 view.copy_(value.reshape(-1)[fragment.start: fragment.start + fragment.numel])
 
     def publish(self) -> None:
@@ -170,7 +175,7 @@ class Masters:
 
     @contextmanager
     def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """The network computes with `flats` inside, with the masters, bit for bit, afterwards; all ranks together."""
+        """The network computes with `flats` inside and, bit for bit, with the masters afterwards; on all ranks."""
         kept = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._show(flats)
         try:
@@ -182,7 +187,7 @@ class Masters:
     def _show(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
-            self._zero.checkpoint_event_prologue()                        # gives up gathered parameters
+            self._zero.checkpoint_event_prologue()                        # releases gathered parameters
         for shown, flat in zip(self._compute_flats(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
@@ -206,7 +211,7 @@ class Masters:
         return getattr(self._zero, "optimizer", self._zero)
 
     def _key(self, number: int) -> Tensor:
-        """What the optimizer's state of a flat is filed under."""
+        """The tensor under which the optimizer keeps the state of a flat."""
         if self.replicated and not hasattr(self._zero, "fp32_groups"):
             return self._weights[number]
         return self.flats[number]

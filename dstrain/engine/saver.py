@@ -1,8 +1,8 @@
 """When checkpoints are written: before training goes on, or beside it, in one thread of every rank.
 
-Training then waits only while the values are copied in the host's memory. The thread writes, hashes and seals them, and
-its words with other ranks go over a process group of their own. One save is in flight: the next waits for it, and so
-does the end of the run. A save that fails leaves older checkpoints whole and is reported, and training goes on.
+In the second case training waits only while the values are copied to the host's memory. The thread writes, hashes and
+seals the files, and communicates over a process group of its own. One save is under way at a time: the next one and the
+end of the run wait for it. A save that fails is reported, older checkpoints stay whole, and training goes on.
 """
 
 import sys
@@ -19,12 +19,12 @@ from dstrain.recipe import NotSaved
 
 Entries = dict[str, list[Entry]]             # by part
 
-_PATIENCE = 3                                # failed saves in a row that end the run
+_MAX_FAILURES = 3                            # failed saves in a row that end the run
 
 
 @dataclass
-class _Flight:
-    """A save between its beginning and the moment when all ranks know how it ended."""
+class _Pending:
+    """A save from its beginning until all ranks know how it ended."""
 
     step: int
     score: float | None
@@ -32,9 +32,9 @@ class _Flight:
     waited: float = 0.0                      # seconds that training stood still for it
     seconds: float = 0.0                     # from its beginning to its end
     error: str | None = None
-    cause: Exception | None = None           # of an error that the store does not foresee
-    remark: str = ""                         # of a fault that does not touch the checkpoint
-    told: bool = False
+    cause: Exception | None = None           # of an error that the store did not expect
+    remark: str = ""                         # on a fault that leaves the checkpoint whole
+    reported: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -52,28 +52,28 @@ class Saver:
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
         self._group: object = None           # made with the first thread
-        self._flight: _Flight | None = None
-        self._failed: _Flight | None = None  # the latest that failed
+        self._pending: _Pending | None = None
+        self._failed: _Pending | None = None  # the latest that failed
         self._failures = 0                   # in a row
 
     def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], None], *, need_bytes: int,
              score: float | None, last: bool) -> None:
         """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it.
 
-        `entries` are live values: where training goes on meanwhile, a copy of them is written. NotSaved after three
-        failures in a row, and where the `last` one fails; so the third try is waited for.
+        `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
+        which the third attempt is waited for, or a failure of the `last` save.
         """
         began = time.perf_counter()
         self.settle()
-        flight = _Flight(step, score, began)
-        at_once = last or self._failures == _PATIENCE - 1
+        pending = _Pending(step, score, began)
+        at_once = last or self._failures == _MAX_FAILURES - 1
         copies = None if at_once else self._copies(entries)
         if copies is None:
-            self._flight = flight
-            self._fly(flight, lambda folder: write(folder, entries), need_bytes)
-            flight.waited = flight.seconds
+            self._pending = pending
+            self._run(pending, lambda folder: write(folder, entries), need_bytes)
+            pending.waited = pending.seconds
             self.settle()
-            if self._failures >= _PATIENCE or (last and self._failures):
+            if self._failures >= _MAX_FAILURES or (last and self._failures):
                 failed = self._failed
                 raise NotSaved(f"step {failed.step} could not be saved: {failed.error or 'see the other ranks'}. Older "
                                f"checkpoints in {self.store.folder} are whole: mend that, and give the same command "
@@ -82,67 +82,67 @@ class Saver:
         if self._group is None:
             self._group = group.new_group()
 
-        def fly() -> None:
+        def in_thread() -> None:
             with group.speaking_over(self._group):
-                self._fly(flight, lambda folder: write(folder, copies), need_bytes)
+                self._run(pending, lambda folder: write(folder, copies), need_bytes)
 
-        # A daemon: a process whose peers have gone must be able to end.
-        thread = threading.Thread(target=fly, name=f"save-{step}", daemon=True)
-        self._flight, flight.waited = flight, time.perf_counter() - began
+        # A daemon thread, so that a process whose peers are lost can end.
+        thread = threading.Thread(target=in_thread, name=f"save-{step}", daemon=True)
+        self._pending, pending.waited = pending, time.perf_counter() - began
         try:
             thread.start()
-        except RuntimeError:                 # no more threads here; the others' are at work
-            fly()
-            flight.waited = flight.seconds
+        except RuntimeError:                 # no more threads here, while those of other ranks are at work
+            in_thread()
+            pending.waited = pending.seconds
 
     def settle(self) -> None:
-        """Waits for the save in flight, if there is one; how it ended is then known to all ranks."""
-        flight = self._flight
-        if flight is None:
+        """Waits for a pending save; afterwards all ranks know how it ended."""
+        pending = self._pending
+        if pending is None:
             return
-        flight.ended.wait()
+        pending.ended.wait()
         self.look()
-        self._flight = None
-        if group.agree(flight.error is not None):
-            self._failures, self._failed = self._failures + 1, flight
+        self._pending = None
+        if group.agree(pending.error is not None):
+            self._failures, self._failed = self._failures + 1, pending
         else:
-            self.newest, self._failures = flight.step, 0
+            self.newest, self._failures = pending.step, 0
 
     @property
     def under_way(self) -> bool:
         """Whether this rank is still writing."""
-        return self._flight is not None and not self._flight.ended.is_set()
+        return self._pending is not None and not self._pending.ended.is_set()
 
     def look(self) -> None:
-        """Reports a save that has ended since the last look; cheap enough for every step."""
-        flight = self._flight
-        if flight is None or flight.told or self.under_way:
+        """Reports a save that has ended since the last call; cheap enough for every step."""
+        pending = self._pending
+        if pending is None or pending.reported or self.under_way:
             return
-        flight.told = True
+        pending.reported = True
         if group.rank() != 0:
             return
-        if flight.error is None:
-            self.report(f"saved step {flight.step} in {flight.seconds:.1f} s; training waited {flight.waited:.2f} s"
-                        f"{flight.remark}")
+        if pending.error is None:
+            self.report(f"saved step {pending.step} in {pending.seconds:.1f} s; training waited {pending.waited:.2f} s"
+                        f"{pending.remark}")
         else:
-            self.report(f"saving step {flight.step} failed: {flight.error}; older checkpoints are whole")
+            self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def improves(self, score: float) -> bool:
-        """Whether a score lies below that of the best checkpoint so far, the one in flight among them."""
-        best, flight = self.store.best(), self._flight
+        """Whether a score is lower than those of all checkpoints so far, a pending one included."""
+        best, pending = self.store.best(), self._pending
         others = [best[1]] if best else []
-        if flight is not None and flight.score is not None and not (flight.ended.is_set() and flight.error):
-            others.append(flight.score)
+        if pending is not None and pending.score is not None and not (pending.ended.is_set() and pending.error):
+            others.append(pending.score)
         return group.from_first(all(score < other for other in others))
 
     def close(self) -> None:
-        """Lets a save in flight end although an error ends the run; a user who interrupts twice is in haste."""
-        if self._flight is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            self._flight.ended.wait()
+        """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
+        if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self._pending.ended.wait()
             self.look()
 
     def _copies(self, entries: Entries) -> Entries | None:
-        """Copies to write beside training; None, on all ranks alike and from then on, where some host has no memory."""
+        """Copies to write beside training. None on all ranks, now and later, if some host has no memory for them."""
         if not self._asynchronous:
             return None
         shortage, copies = self._snapshot.shortage(entries), None
@@ -151,7 +151,7 @@ class Saver:
                 copies = self._snapshot.take(entries)
             except (RuntimeError, MemoryError) as error:
                 shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
-        shortages = [some for some in group.objects(shortage) if some is not None]
+        shortages = [reason for reason in group.objects(shortage) if reason is not None]
         if not shortages:
             return copies
         self._asynchronous, self._snapshot = False, Snapshot()
@@ -159,23 +159,23 @@ class Saver:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
 
-    def _fly(self, flight: _Flight, write: Callable[[Path], None], need_bytes: int) -> None:
+    def _run(self, pending: _Pending, write: Callable[[Path], None], need_bytes: int) -> None:
         try:
-            self.store.save(flight.step, write, extra={"score": flight.score}, need_bytes=need_bytes)
-            flight.error = self.store.error
-            if flight.error is None and group.rank() == 0:
-                self._tell(flight)
-        except Exception as error:           # such as a peer that has gone: told where the save is waited for
-            flight.error, flight.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
+            self.store.save(pending.step, write, extra={"score": pending.score}, need_bytes=need_bytes)
+            pending.error = self.store.error
+            if pending.error is None and group.rank() == 0:
+                self._note_saved(pending)
+        except Exception as error:           # such as a lost peer: raised where the save is awaited
+            pending.error, pending.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
         finally:
-            flight.seconds = time.perf_counter() - flight.began
-            flight.ended.set()
+            pending.seconds = time.perf_counter() - pending.began
+            pending.ended.set()
 
-    def _tell(self, flight: _Flight) -> None:
+    def _note_saved(self, pending: _Pending) -> None:
         try:
-            self._saved(flight.step)
+            self._saved(pending.step)
         except OSError as error:             # the checkpoint is whole all the same
-            flight.remark = f"; but that was not written down: {error}"
+            pending.remark = f"; but that was not written down: {error}"
 
 
 def _first_line(error: BaseException) -> str:

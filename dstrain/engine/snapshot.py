@@ -15,7 +15,7 @@ from dstrain.ranks import group
 Entry = tuple[str, Fragment, Tensor]         # kind, fragment, its values (numel,) float32: what write_shard takes
 
 _CGROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.8                                 # of the free memory; loaders and the page cache want some, too
+_SHARE = 0.8                                 # of the free memory; loaders and the page cache need some, too
 
 
 class Snapshot:
@@ -25,35 +25,35 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Why a copy has no room in the memory of some host, None where all have it; on all ranks together."""
+        """Why a copy does not fit into the memory of some host, None if it fits everywhere; on all ranks together."""
         if self._buffers:
             return None
-        wanted = 4 * sum(_numel(some) for some in entries.values())
-        told = group.objects((socket.gethostname(), wanted, available_memory()))
-        for host in dict.fromkeys(name for name, _, _ in told):
-            needed = sum(count for name, count, _ in told if name == host)
-            free = min(left for name, _, left in told if name == host)
+        nbytes = 4 * sum(_numel(own) for own in entries.values())
+        ranks = group.objects((socket.gethostname(), nbytes, available_memory()))
+        for host in dict.fromkeys(name for name, _, _ in ranks):
+            needed = sum(count for name, count, _ in ranks if name == host)
+            free = min(left for name, _, left in ranks if name == host)
             if needed > _SHARE * free:
                 return f"a copy of {needed / 1e6:.0f} MB has no room in the {free / 1e6:.0f} MB that {host} has left"
         return None
 
     def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """The same entries by part, their values copied; what an earlier call gave is overwritten."""
+        """The same entries by part with copies of their values; the copies of an earlier call are overwritten."""
         copies: dict[str, list[Entry]] = {}
-        for part, some in entries.items():
+        for part, live in entries.items():
             if part not in self._buffers:
-                self._buffers[part] = _host_buffer(_numel(some))
-            places = self._buffers[part].split([len(values) for _, _, values in some])
-            copies[part] = [(kind, fragment, place) for (kind, fragment, _), place in zip(some, places)]
-            for place, (_, _, values) in zip(places, some):
-                place.copy_(values, non_blocking=True)
+                self._buffers[part] = _host_buffer(_numel(live))
+            targets = self._buffers[part].split([len(values) for _, _, values in live])
+            copies[part] = [(kind, fragment, target) for (kind, fragment, _), target in zip(live, targets)]
+            for target, (_, _, values) in zip(targets, live):
+                target.copy_(values, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
 
 
 def available_memory() -> int:
-    """Bytes that this host, or the container that this process runs in, can still give; many where nobody tells."""
+    """Bytes that this host, or this process's container, can still give; sys.maxsize if the system does not say."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])
@@ -64,7 +64,7 @@ def available_memory() -> int:
         kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         if limit != "max":
             free = min(free, int(limit) - int(used) + int(kinds["inactive_file"]))
-    except (OSError, ValueError, KeyError):                       # no container, or one of the first kind
+    except (OSError, ValueError, KeyError):                       # no container, or one of cgroups version 1
         pass
     return free
 
@@ -74,13 +74,13 @@ def _numel(entries: Iterable[Entry]) -> int:
 
 
 def _host_buffer(numel: int) -> Tensor:
-    """(numel,) float32 on the host, page-locked where there is a GPU: it copies there at the bus's full rate.
+    """(numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's full rate.
 
     torch's own pinned allocator would round the size up to a power of two.
     """
     buffer = torch.empty(numel, dtype=torch.float32)
     if torch.cuda.is_available() and numel:
         if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 4 * numel, 0)):
-            with suppress(RuntimeError):                          # copies are slower; the next kernel takes the blame
+            with suppress(RuntimeError):                          # clears the error, else the next kernel raises it
                 torch.zeros(1, device="cuda")
     return buffer

@@ -6,8 +6,8 @@
     FOLDER/best                 likewise a hint: the step of the lowest score in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is
-never written again. Every method but steps() is called on all ranks and ends alike on all of them,
-whatever happens on any; the folder is shared by all. What the files hold is not known here.
+never written again. Every method but steps() is called on all ranks and has the same outcome on all
+of them, whatever fails on any one; all ranks share the folder. What the files hold is not known here.
 """
 
 import os
@@ -45,7 +45,7 @@ class Store:
 
     def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None,
              need_bytes: int = 0) -> bool:
-        """begin, write(folder) on every rank, commit. True: the step is there and whole."""
+        """begin, write(folder) on every rank, commit. True: the step exists and is whole."""
         folder = self.begin(step, need_bytes)
         if folder is None:
             return self.error is None
@@ -59,7 +59,7 @@ class Store:
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
         """The empty folder to write `step` into; `need_bytes` is what this rank will write.
 
-        None: there is nothing to do (`error` is None: the step is there and verifies, as after a
+        None: there is nothing to do (`error` is None: the step exists and verifies, as after a
         resume without a new step), or it cannot be done (`error` says why, such as no space).
         """
         self.error = None
@@ -84,10 +84,9 @@ class Store:
     def commit(self, step: int, extra: dict | None = None, failed: str | None = None) -> bool:
         """Seals what the ranks have written since `begin`. True when the checkpoint is whole.
 
-        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all, as it
-        is after any fault here; older checkpoints stay as they are. `extra`: a small value for
-        manifest(path)["extra"], rank 0's;
-        its "score", where there is one, decides which checkpoint is the best: the lowest.
+        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks,
+        as after any fault here; older checkpoints stay as they are. `extra`: a small value of rank 0
+        for manifest(path)["extra"]. The checkpoint with the lowest extra["score"] is the best one.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
@@ -101,8 +100,9 @@ class Store:
             self._on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
             return False
         self.damaged.discard(step)
-        self._on_first(lambda: self._point("newest", step))  # a fault here or in the next line
-        self._on_first(self._delete_outdated)                # takes nothing from what is saved
+        # The step is saved, whatever fails from here on.
+        self._on_first(lambda: self._point("newest", step))
+        self._on_first(self._delete_outdated)
         return True
 
     def best(self) -> tuple[int, float] | None:
@@ -122,7 +122,7 @@ class Store:
     def newest(self, report: Callable[[str], None] = print) -> tuple[int, Path] | None:
         """The newest step whose every file verifies, and its folder; None without any.
 
-        Damaged ones are passed over; `report` is told which and why, on rank 0.
+        Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
         for step in sorted(group.from_first(self.steps()), reverse=True):
             reason = self._verify(step)
@@ -134,7 +134,7 @@ class Store:
         return None
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, ascending; whether they verify is not asked."""
+        """Steps that have a folder, ascending, whether they verify or not."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name))
 
@@ -149,15 +149,15 @@ class Store:
 
     def _verify(self, step: int) -> str | None:
         """Why a step does not verify, None when it does; each rank reads its share of the files."""
-        path, found = self._path(step), (None, None)
+        path, result = self._path(step), (None, None)
         if _first():
             try:
                 body = manifest(path)
                 wrong = body["step"] != step
-                found = body, f"{NAME} is of step {body['step']}" if wrong else None
+                result = body, f"{NAME} is of step {body['step']}" if wrong else None
             except (OSError, ValueError) as error:
-                found = None, _reason(error)
-        body, reason = group.from_first(found)
+                result = None, _reason(error)
+        body, reason = group.from_first(result)
         if reason is not None:
             return reason
         files = body["files"]
@@ -179,7 +179,7 @@ class Store:
             fault = _reason(error)
         gathered = group.objects((names, files, fault))
         merged = {name: entry for _, some, _ in gathered for name, entry in some.items()}
-        unseen = sorted({name for seen, _, _ in gathered for name in seen} - set(merged))
+        unseen = sorted({name for names, _, _ in gathered for name in names} - set(merged))
         self.error = _first_of([fault for _, _, fault in gathered])
         if self.error is None and unseen:
             self.error = f"{unseen[0]} is not seen by all ranks: is {self.folder} shared?"
@@ -190,7 +190,7 @@ class Store:
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.sync_folder(folder)
         final = self._path(step)
-        if final.exists():                                   # begin has found it damaged
+        if final.exists():                                   # damaged, or `begin` would have ended
             os.rename(final, self._path(step, ".damaged.tmp"))
         os.rename(tmp, final)
         atomic.sync_folder(self.folder)
@@ -203,7 +203,7 @@ class Store:
         if best:
             self._point("best", best[0])
         for step in _outdated(self.steps(), self.keep, self.keep_every, best and best[0], self.damaged):
-            gone = self._path(step, ".gone.tmp")             # half a folder must not bear the name
+            gone = self._path(step, ".gone.tmp")             # a crash must not leave half a step_N
             os.rename(self._path(step), gone)
         for gone in self.folder.glob("step_*.tmp"):
             shutil.rmtree(gone)
@@ -221,7 +221,7 @@ class Store:
 
 def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | None,
               damaged: set[int]) -> list[int]:
-    """Steps to delete. A damaged one counts for nothing, and goes once a newer one is whole."""
+    """Steps to delete. A damaged one is never kept for itself, only until a newer one is whole."""
     whole = [step for step in sorted(steps) if step not in damaged]
     kept = {protected, *whole[-keep:]}
     kept.update(step for step in whole if keep_every and step % keep_every == 0)
@@ -229,7 +229,7 @@ def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | Non
 
 
 def _owner(name: str) -> int:
-    """The rank that hashes a file: the one that wrote it, by its name; others are dealt out."""
+    """The rank that hashes a file: the writer in its name, else any, the same on all ranks."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()
 
@@ -239,7 +239,7 @@ def _first() -> bool:
 
 
 def _first_of(reasons: list[str | None]) -> str | None:
-    """The first rank's failure, with the rank where there are several."""
+    """The failure of the lowest rank that failed, with its number if there are several ranks."""
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return reason if len(reasons) == 1 else f"rank {rank}: {reason}"

@@ -4,7 +4,7 @@ A *span* is a run of bytes in a file; a stored tensor is its spans, in the order
 file to be written follows from names, types and shapes alone, so it comes first, and the bytes go through one buffer.
 
 Nothing here imports torch, whose import takes more time and memory than the rest of a consolidation; numpy is
-imported where a type changes. Types have the names of the safetensors format (github.com/huggingface/safetensors).
+imported only to change a type. Types have the names of the safetensors format (github.com/huggingface/safetensors).
 """
 
 import json
@@ -21,7 +21,7 @@ from dstrain.recipe import ConfigError
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
-_CHUNK = 1 << 18            # bytes on the host at a time: they stay in the cache of a core
+_CHUNK = 1 << 18            # bytes on the host at a time: they fit into the cache of a core
 MAX_HEADER = 100_000_000   # bytes, the limit of the safetensors library
 
 
@@ -36,7 +36,8 @@ class Span(NamedTuple):
 class Stored(NamedTuple):
     """A tensor where it lies. `strides`, in elements, only where they are not those of the shape; then one span.
 
-    Tuples, both of them: a pickle, which torch_files makes them from, can alter the attributes of anything else.
+    Span and Stored are tuples because torch_files makes them while unpickling, and a hostile pickle can alter the
+    attributes of other objects.
     """
 
     dtype: str
@@ -63,7 +64,7 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """(tensors, metadata, first byte of the data) of a safetensors file. ConfigError: it is none, without its name."""
+    """(tensors, metadata, first byte of the data) of a safetensors file. ConfigError, without the path: it is none."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -2,8 +2,8 @@
 
 Such a file is a zip archive: a pickle, and beside it the bytes of each storage, uncompressed. The pickle is read by an
 unpickler that knows tensors, sizes and Python's own containers. Every other class or function that it names becomes an
-empty *shell*, which takes whatever it is given and does nothing; which ones were asked for is kept. A tensor becomes
-a streams.Stored, so nothing of its bytes is read here.
+empty *shell*, which accepts all arguments and does nothing; the names asked for are kept. A tensor becomes a
+streams.Stored, so none of its bytes is read here.
 
 Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
 """
@@ -37,7 +37,7 @@ class DType(NamedTuple):
 
 
 class Shell:
-    """Stands for an object of a class that was not imported. `args` and attributes are what the pickle said of it."""
+    """Stands for an object of a class that was not imported, with the `args` and attributes that the pickle holds."""
 
     def __new__(cls, *args: Any, **_: Any) -> "Shell":
         shell = super().__new__(cls)
@@ -73,17 +73,17 @@ class Content(NamedTuple):
 
 
 def altered(span: Span, crc: int) -> bool:
-    """Whether a storage has other bytes than were written; never, where torch was told to write no sums (0)."""
-    found, left = 0, span.nbytes
+    """Whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
+    actual, left = 0, span.nbytes
     with open(span.path, "rb", buffering=0) as file:
         file.seek(span.offset)
         while left and crc:
             data = file.read(min(left, 1 << 18))
             if not data:
                 return True
-            found = zlib.crc32(data, found)
+            actual = zlib.crc32(data, actual)
             left -= len(data)
-    return found != crc
+    return actual != crc
 
 
 def load(path: Path) -> Content:
@@ -144,7 +144,7 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
 
 
 class _Storage(NamedTuple):
-    dtype: str                                # "" where the tensor says it
+    dtype: str                                # "" if the tensor has it instead
     span: Span
 
 
@@ -180,8 +180,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Rebuild:
-    """A function that a pickle may call. It has no attributes: BUILD would alter those of a function, such as its
-    defaults, for every file that is read after.
+    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them, and
+    so change how every later file is read.
     """
 
     __slots__ = ()
@@ -222,7 +222,7 @@ class _Parameter(_Rebuild):
 
 
 class _Typed(_Rebuild):
-    """A tensor to which Python attributes were given; of a class of tensors that is not torch's it is a shell."""
+    """A tensor with Python attributes of its own; a shell if its class is not one of torch's."""
 
     __slots__ = ()
 
@@ -244,7 +244,7 @@ def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], s
     for n in reversed(shape):
         plain.insert(0, numel)
         numel *= n
-    ordinary = numel == 0 or all(step == want or n == 1 for step, want, n in zip(steps, plain, shape))
+    ordinary = numel == 0 or all(step == usual or n == 1 for step, usual, n in zip(steps, plain, shape))
     reach = numel if ordinary else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
     outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
     if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:

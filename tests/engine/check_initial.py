@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine.engines import Engines
+from dstrain.engine.initial import build
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.ranks import group
@@ -73,9 +74,26 @@ def measure(stage: int) -> dict:
             "loss": sum(losses) / len(losses), "plain": loss, "notes": engines.notes}
 
 
+class Unseeded(Tiny):
+    """Takes its weights from what no seed of torch reaches; here from the rank."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.constant_(self.last.weight, group.rank())
+
+
+def refusals() -> list[str]:
+    """What each rank says of weights that differ between ranks."""
+    try:
+        build(lambda: {"tiny": Unseeded()}, SEED)
+    except RuntimeError as error:
+        return group.objects(str(error))
+    return group.objects("")
+
+
 def main(path: str) -> None:
     start()
-    figures = {stage: measure(stage) for stage in (0, 1, 2, 3)}
+    figures = {stage: measure(stage) for stage in (0, 1, 2, 3)} | {"refusals": refusals()}
     if group.rank() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)

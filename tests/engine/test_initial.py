@@ -49,6 +49,14 @@ class Careless(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Scaled(nn.Linear):
+    """Has a reset_parameters that others may call with a scale of their own."""
+
+    def reset_parameters(self, std: float = 1.0) -> None:
+        nn.init.normal_(self.weight, std=std)
+        nn.init.zeros_(self.bias)
+
+
 class Zeroing(nn.Module):
     """Sets another module's weight in its own reset_parameters, which is called for none but owners of weights."""
 
@@ -76,6 +84,11 @@ def scale(parent: Parent) -> None:
         parent.out.weight *= 0.1
 
 
+def give_a_scale(parent: Parent) -> None:
+    parent.out = Scaled(4, 2)
+    parent.out.reset_parameters(0.1)
+
+
 def read_a_value(parent: Parent) -> None:
     nn.init.constant_(parent.out.weight, torch.linspace(0, 1, 3).tolist()[1])
 
@@ -101,7 +114,7 @@ def tie(parent: Parent) -> None:
     (lambda: Parent(lambda parent: torch._foreach_zero_([parent.out.bias.data])), "out.bias"),
     (lambda: Parent(lambda parent: parent.apply(init)), "body.weight"),
     (lambda: Parent(replace), "out.weight"), (lambda: Parent(scale), "out.weight"),
-    (lambda: Parent(a_buffer), "body.running_var"),
+    (lambda: Parent(a_buffer), "body.running_var"), (lambda: Parent(give_a_scale), "out.weight"),
     (lambda: nn.Sequential(OwnWeight(3, 3)), "0.weight"), (lambda: nn.Sequential(Careless(3, 3)), "0.weight"),
     (Zeroing, "out.weight"), (lambda: nn.MultiheadAttention(4, 1), "in_proj_weight"),
     (lambda: nn.TransformerEncoderLayer(4, 1, 8), "self_attn.in_proj_weight"),
@@ -154,9 +167,14 @@ def test_build():
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (1, 2))
 def test_first_loss(tmp_path, world):
-    """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3."""
+    """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3;
+    weights that only the rank decides are refused.
+    """
     launch("tests/engine/check_initial.py", tmp_path / "figures.json", num=world)
     figures = json.loads((tmp_path / "figures.json").read_text())
+    refusals = figures.pop("refusals")
+    assert [("constructors leave other weights" in refusal, "here tiny: last.weight" in refusal)
+            for refusal in refusals] == {1: [(False, False)], 2: [(True, False), (True, True)]}[world]
     for stage, found in figures.items():
         assert found["different"] == [] and found["loss"] == pytest.approx(found["plain"], rel=0, abs=1e-6), stage
         assert [("shift is set by a constructor" in note) for note in found["notes"]] == [True] * (stage == "3")

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import recipe
+from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.nonfinite import SkippedSteps, all_finite
+from dstrain.engine.store import Store
+from tests.support.runs import finish, metrics, train
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,3 +42,19 @@ def test_all_finite(values):
     """Oracle: math.isfinite of each value, also where only their sum is infinite; check_elastic.py refuses to save."""
     tensors = [torch.tensor(some, dtype=torch.float32) for some in values]
     assert all_finite(tensors) == all(math.isfinite(value) for some in values for value in some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", (0, 2))
+def test_a_run_that_diverges(tmp_path, stage):
+    """Oracle: the policy of nonfinite.py: exit code 3 after one step more than faults.max_skipped, and a finite save."""
+    folder = tmp_path / "run"
+    words = train(folder, stage, "optimizer.lr=1e25", "optimizer.warmup=0", "every.save=1", "every.report=1",
+                  "faults.max_skipped=3")
+    output = finish(words, code=3)
+    assert "4 steps in a row had gradients that are not finite, and were skipped" in output
+    steps = Store(folder / "checkpoints").steps()
+    assert steps and all(bool(weight.isfinite().all()) for weight in read_weights(
+        folder / "checkpoints" / f"step_{steps[-1]:08d}", "denoiser").values())
+    reports = [line for line in metrics(folder) if "skipped" in line]
+    assert [line["skipped"] for line in reports][-3:] == [1, 2, 3] and reports[-1]["nonfinite"] > 0
