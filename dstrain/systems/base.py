@@ -166,12 +166,15 @@ class System(ABC):
                                   "section to what the file was made with")
         return dict(state), []
 
-    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them; `said` is
-        the config.json beside them. ConfigError: another class, or a field that differs from the recipe's.
+    def from_diffusers(self, state: dict[str, Tensor],
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Weights of the first part under diffusers' names, renamed as `adapt` takes them, and notes on them.
+
+        diffusers_config: the config.json beside them. ConfigError: another class, or a field that differs from the
+        recipe's.
         """
-        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')} of diffusers, which a "
-                          f"{type(self).__name__} does not begin from; give a file or folder of this system")
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
+                          f"a {type(self).__name__} does not begin from; give a file or folder of this system")
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Whether weight decay applies to a parameter: matrices and filters, not biases and gains."""

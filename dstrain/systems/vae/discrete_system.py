@@ -13,7 +13,7 @@ from dstrain.nn.quantize import gumbel, kl_to_uniform
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, usual
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, default_normalization
 from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
 from dstrain.systems.vae.system import AutoencoderSystem, likeness
 
@@ -108,7 +108,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Architecture and normalization, and all weights."""
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         said = {name: getattr(self.chosen, name) for name in names} | {"channels": self.config.channels}
-        return said | {"normalization": self.chosen.normalization or usual(self.config.channels)}, \
+        return said | {"normalization": self.chosen.normalization or default_normalization(self.config.channels)}, \
             nets["autoencoder"].state_dict()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:

@@ -57,11 +57,12 @@ class AutoencoderSystem(System):
             network = self.networks()[part]
         return weights.adapt(state, network, self.remedies[part])
 
-    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor],
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
         """The names are ours already."""
         with torch.device("meta"):
             network = self.networks()["autoencoder"]
-        weights.require_same(said, getattr(network, "config", {}))
+        weights.require_same(diffusers_config, getattr(network, "config", {}))
         return state, []
 
     def synthetic(self, batch_size: int) -> Batch:
