@@ -1,9 +1,8 @@
 """Merges a checkpoint's sharded weights into safetensors files in Hugging Face's layout, by streaming.
 
-Sources:
-    a run or a checkpoint of dstrain's   named fragments: the training weights or an average; nothing is pickled
-    DeepSpeed's own checkpoint           ZeRO-1/2/3, see engine/deepspeed_files.py; also the training weights of
-                                         dstrain's checkpoints with save.format=deepspeed
+    a run, a checkpoint    dstrain's named fragments: the training weights or an average; nothing is pickled
+    anything else          DeepSpeed's own ZeRO-1/2/3 checkpoint, see engine/deepspeed_files.py; also the training
+                           weights of dstrain's checkpoints with save.format=deepspeed
 
 Memory holds one buffer of 256 kB of the weights, or one tensor where DeepSpeed stored it in another order than
 row-major. Neither torch nor DeepSpeed is imported, and there is no process group. A tied weight is written under each
@@ -198,10 +197,10 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
 
 def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
     """What consolidated.json says of a checkpoint with the manifest `body`."""
-    run = _run(recipe)
+    run, data = _run(recipe), recipe and recipe.with_name("data.txt")
     return {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"), "run": run.get("name"),
             "world": body["world"], "versions": body["versions"], "score": body["extra"].get("score"),
-            "data": _data(recipe),
+            "data": _text(data).strip() if data and data.exists() else None,
             "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()}
 
 
@@ -242,12 +241,6 @@ def _run(recipe: Path | None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise _unreadable(recipe, str(getattr(error, "problem", None) or error)) from None
     return content if isinstance(content, dict) else {}
-
-
-def _data(recipe: Path | None) -> str | None:
-    """The fingerprint of what the run was trained on."""
-    path = recipe.with_name("data.txt") if recipe else None
-    return _text(path).strip() if path and path.exists() else None
 
 
 def _text(path: Path) -> str:

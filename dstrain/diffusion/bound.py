@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
+from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
-from dstrain.recipe import ConfigError
 
 
 def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, key: Tensor,
@@ -24,10 +24,8 @@ def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tenso
     K is num_steps; None takes the whole chain. The network is called K times. Draw i of the noise, counted from the
     last timestep down, is the stream bound/{i}. ConfigError: more steps than the chain has.
     """
-    whole = diffusion.num_timesteps
-    if num_steps is not None and not 1 <= num_steps <= whole:
-        raise ConfigError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
-    chain = diffusion if num_steps in (None, whole) else diffusion.respaced(str(num_steps))
+    whole = num_steps in (None, diffusion.num_timesteps)
+    chain = diffusion if whole else diffusion.respaced(schedule.even_spec(diffusion.num_timesteps, num_steps))
     noise = lambda i: rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
     terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
     terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}

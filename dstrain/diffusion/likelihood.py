@@ -1,7 +1,6 @@
 """Terms of the variational bound: divergence of two Gaussians, and the likelihood of 8-bit data under one.
 
-Terms are elementwise, in nats; mean_flat averages them over dimensions. Source: Ho et al. 2020 (DDPM), section 3.3 and
-appendix A.
+Elementwise and in nats; mean_flat averages over dimensions. Source: Ho et al. 2020 (DDPM), section 3.3, appendix A.
 """
 
 import math

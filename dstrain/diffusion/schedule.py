@@ -87,7 +87,11 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
         if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
             raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
         if spec.startswith("ddim"):
-            return _strided(num_timesteps, int(spec.removeprefix("ddim")))
+            count = int(spec.removeprefix("ddim"))
+            if timesteps := _strided(num_timesteps, count):
+                return timesteps
+            raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
+                              f"asks; take a divisor of {num_timesteps}, or '{count}' without ddim")
         spec = [int(part) for part in spec.split(",")] if spec else [num_timesteps]
     size, larger = divmod(num_timesteps, len(spec))
     timesteps, start = [], 0
@@ -105,22 +109,16 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
 
 def _strided(num_timesteps: int, count: int) -> list[int]:
-    stride = _stride(num_timesteps, count)
-    if stride is None:
-        raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as ddim{count} "
-                          f"asks; take a divisor of {num_timesteps}, or '{count}' without ddim")
-    return list(range(0, num_timesteps, stride))
+    """Every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
+    chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
+    return next((list(chain) for chain in chains if len(chain) == count), [])
 
 
-def _stride(num_timesteps: int, count: int) -> int | None:
-    """The stride from 0 on that visits `count` timesteps, if there is one."""
-    strides = range(1, num_timesteps + 1)
-    return next((stride for stride in strides if len(range(0, num_timesteps, stride)) == count), None)
-
-
-def has_stride(num_timesteps: int, count: int) -> bool:
-    """Whether "ddimN" exists for N = `count`."""
-    return _stride(num_timesteps, count) is not None
+def even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
+    """The spec of `count` evenly spaced timesteps; `strided`: ddimN where it exists. ConfigError: there are fewer."""
+    if not 1 <= count <= num_timesteps:
+        raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
+    return f"ddim{count}" if strided and _strided(num_timesteps, count) else str(count)
 
 
 def respace(original: Tensor, timesteps: Sequence[int]) -> Tensor:

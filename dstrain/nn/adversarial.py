@@ -97,12 +97,10 @@ def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
 
 
 def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -> Tensor:
-    """The weight that makes the critique's gradient as long as the reconstruction's: two (B, C, H, W) -> (B,), at most
-    `most`.
+    """A factor that makes the critique's gradient as long as the other: two (B, C, H, W) -> (B,), at most `most`.
 
-    VQGAN takes gradients of the whole batch with respect to the decoder's last layer. Here they are taken with respect
-    to the picture itself. That needs no weight of another engine, does not depend on the batch, and also serves a model
-    with several last layers.
+    VQGAN takes gradients of the whole batch with respect to the decoder's last layer. Here they are with respect to the
+    picture. That needs no weight of another engine, is independent of the batch, and serves several last layers, too.
     """
     reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
     return (reconstruction / (critique + 1e-4)).clamp(max=most)

@@ -156,16 +156,12 @@ class DiTSystem(System):
                                self.config.guidance_channels)
 
     def _chain(self, network: Network, x: Tensor, request: Request, keys: Tensor) -> Tensor:
-        total, count = self.diffusion.num_timesteps, request.num_steps
-        if not 1 <= count <= total:
-            raise ConfigError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
-        clip = self.models_pixels()
-        if request.sampler == "ddim":
-            # The published timesteps, where a stride exists.
-            spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
-            return samplers.ddim(self.diffusion.respaced(spec), network, x, clip_denoised=clip)
+        ddim, clip = request.sampler == "ddim", self.models_pixels()
+        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, request.num_steps, ddim))
+        if ddim:
+            return samplers.ddim(chain, network, x, clip_denoised=clip)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-        return samplers.ancestral(self.diffusion.respaced(str(count)), network, x, noise, clip_denoised=clip)
+        return samplers.ancestral(chain, network, x, noise, clip_denoised=clip)
 
     def _flow(self, network: Network, x: Tensor, request: Request) -> Tensor:
         if request.sampler == "euler":

@@ -208,20 +208,20 @@ class Pointwise(nn.Conv1d):
         return F.linear(tokens, self.weight.squeeze(2), self.bias)
 
 
-class ZeroPointwise(Pointwise):
-    """Starts at zero."""
+class StartsAtZero:
+    """A layer whose weight and bias start at zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
 
-class ZeroConv2d(nn.Conv2d):
-    """Starts at zero."""
+class ZeroPointwise(StartsAtZero, Pointwise):
+    pass
 
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+
+class ZeroConv2d(StartsAtZero, nn.Conv2d):
+    pass
 
 
 def normalization(channels: int) -> nn.GroupNorm:

@@ -141,7 +141,7 @@ class IDDPMSystem(System):
             raise ConfigError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        self._check_steps(request.num_steps)
+        chain = self._chain(self._spec(request))
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -150,7 +150,6 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        chain = self._chain(self._spec(request))
         if request.sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
         else:
@@ -160,17 +159,9 @@ class IDDPMSystem(System):
 
     def _spec(self, request: Request) -> str:
         """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
-        total, count = self.config.diffusion_steps, request.num_steps
-        if self.config.timestep_respacing and count == self.config.respaced_steps():
+        if self.config.timestep_respacing and request.num_steps == self.config.respaced_steps():
             return self.config.timestep_respacing
-        if request.sampler == "ddim" and schedule.has_stride(total, count):
-            return f"ddim{count}"
-        return str(count)
-
-    def _check_steps(self, count: int) -> None:
-        if not 1 <= count <= self.config.diffusion_steps:
-            raise ConfigError(f"num_steps: {count} is not between 1 and the {self.config.diffusion_steps} timesteps of "
-                              "the chain")
+        return schedule.even_spec(self.config.diffusion_steps, request.num_steps, request.sampler == "ddim")
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 

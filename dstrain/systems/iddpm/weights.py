@@ -136,7 +136,9 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}
     times = state.pop(_TIMES, None)
-    if times is not None and not _same(times, _times(config)):
+    expected = _times(config)
+    if times is not None and not (times.shape == expected.shape
+                                  and torch.allclose(times.float(), expected, rtol=0, atol=1e-5)):
         raise ConfigError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
                           f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
     for name, diffusers_name, heads in _attentions(config):
@@ -217,10 +219,6 @@ def _times(config: Config) -> Tensor:
     """The sinusoids of every timestep as the network sees it, (T, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.float(), b, rtol=0, atol=1e-5)
 
 
 def _layers(config: Config) -> Iterator[tuple[str, str]]:

@@ -220,9 +220,7 @@ class PriorSystem(System):
     def _draw(self, nets: Nets, conditions: dict[str, Tensor], keys: Tensor, request: Request, count: int,
               progress: Progress = iter) -> Tensor:
         """`count` candidates for each key, all in one chain: (count, N, D)."""
-        total, steps = self.config.timesteps, request.num_steps
-        if not 1 <= steps <= total:
-            raise ConfigError(f"num_steps: {steps} is not between 1 and the {total} timesteps of the chain")
+        chain = self.diffusion.respaced(schedule.even_spec(self.config.timesteps, request.num_steps))
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
         normal = lambda name: torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
         repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
@@ -230,7 +228,6 @@ class PriorSystem(System):
         x = normal("start")                                                                       # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
-        chain = self.diffusion.respaced(str(steps))
         if request.sampler == "ddim":
             x = samplers.ddim(chain, network, x, progress=progress)
         else:
