@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dstrain import recipe, systems
-from dstrain.engine.checkpoint import COMMON
-from dstrain.engine.fragments import Fragment, shard_name, write_shard
-from dstrain.engine.initial import constructed_weights, initial_weights
+from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
+from dstrain.engine.fragments import write_shard
+from dstrain.engine.initial import build
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Ema, Run
@@ -76,10 +75,8 @@ def _anew(system: System, seed: int, found: Mapping[str, object]) -> dict[str, d
     """Initial weights of the parts that the file has not, as training would begin them."""
     if not system.parts.keys() - found.keys():
         return {}
-    torch.manual_seed(seed)                                               # for modules that only their constructors set
-    networks = {part: network for part, network in system.networks().items() if part not in found}
-    return {part: dict(chain(constructed_weights(network).items(), initial_weights(network, seed)))
-            for part, network in networks.items()}
+    built = build(system.networks, seed)
+    return {part: dict(values) for part, (_, values) in built.items() if part not in found}
 
 
 def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:

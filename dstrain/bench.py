@@ -8,8 +8,8 @@
 Both sides get one synthetic batch again and again, so the loader is left out. They take turns, A B A B; the smallest
 and the median time of a step are reported. The rival is one process: on several ranks only dstrain's side runs.
 
-2026-11-21, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
-rank: a step of dstrain took 1.08 times a plain one (0.42 s against 0.39 s).
+2026-11-22, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
+rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). Attention: launch/bench_attention.py.
 """
 
 import statistics
@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain import systems
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
-from dstrain.engine.initial import initial_weights
+from dstrain.engine.engines import Engines
+from dstrain.engine.initial import build
 from dstrain.engine.settings import precision
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.systems.base import Batch, System
@@ -101,8 +102,8 @@ def our_side(run: Run, settings: dict[str, Any], system: System,
 def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
                dtype: torch.dtype) -> tuple[list[nn.Parameter], Callable[[int], None], int]:
     """The rival's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
-    (part, network), = system.networks().items()
-    network.load_state_dict(dict(initial_weights(network, run.seed)), strict=False)
+    (part, (network, values)), = build(system.networks, run.seed).items()
+    network.load_state_dict(dict(values), strict=False)
     nhwc = run.channels_last and all(weight.ndim < 5 for weight in network.parameters())       # of images alone
     network.to(batch["key"].device, memory_format=torch.channels_last if nhwc else torch.preserve_format)
     if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):

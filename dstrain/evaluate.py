@@ -61,7 +61,7 @@ def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
     begin = time.perf_counter()
     run = trained.read(order.folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_source(order, run, _classes(system, run)), order.num)
+    source = Spread(_source(order, run, systems.config(run.system, run.model).num_labels), order.num)
     checkpoint = trained.checkpoint(order.folder, order.step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
     out = _folder(order)
@@ -186,12 +186,6 @@ def _split(order: Order) -> str:
     return "all" if order.data else order.split or "held_out"
 
 
-def _classes(system: System, run: Run) -> int | None:
-    """How many labels the model knows; None where labels say nothing to it."""
-    known = run.model.get("num_classes")              # asked first: a system that needs texts has no other conditions
-    return known if known is not None and "label" in system.conditions(1) else None
-
-
 def _source(order: Order, run: Run, classes: int | None) -> Any:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
     if order.data is not None:
@@ -214,7 +208,7 @@ def _source(order: Order, run: Run, classes: int | None) -> Any:
 
 def _other_data(order: Order, run: Run, classes: int | None) -> Any:
     path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
-    pairs = "image_embed_dim" in run.model
+    pairs = "pairs" in systems.config_class(run.system).learns_from
     if order.split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {order.split}")
     if path.startswith("builtin:"):

@@ -6,6 +6,7 @@
 """
 
 import importlib
+import importlib.util
 import math
 import os
 import shutil
@@ -150,13 +151,12 @@ def _classes(run: Run) -> tuple[str, ...]:
 
 
 def _writer(folder: Path, run: Run) -> ModuleType:
-    here = Path(systems.__file__).parent                      # to look with importlib would import all systems
-    able = [name for name, module in systems.NAMES.items()
-            if (here / module.rpartition(".")[2] / "to_diffusers.py").is_file()]
-    if run.system not in able:
-        raise ConfigError(f"{folder} trains {run.system}, which has no form in diffusers here; these have: "
-                          f"{', '.join(able)}. Take --format safetensors")
-    return importlib.import_module(f"{systems.NAMES[run.system]}.to_diffusers")
+    """The module by which the run's system is written for diffusers."""
+    name = f"{systems.package(run.system).__name__}.to_diffusers"
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{folder} trains {run.system}, which has no form in diffusers here: take --format "
+                          "safetensors")
+    return importlib.import_module(name)
 
 
 def _told(order: Order, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:

@@ -72,11 +72,12 @@ class Stage:
 def generate(order: Order) -> Path:
     """Draws and writes what is ordered, on all ranks together; the folder it wrote. ConfigError: what cannot be."""
     first, *then = (_systems(order.folder, order), *map(_systems, order.then))
-    _sampler(order, *first)
+    _, run, system = first
+    sampler = system.sampler(*((run.samples.sampler,) if order.sampler is None else (order.sampler, "--sampler")))
     clip = _length(order, *first[1:])
     given = _begin(order, first, then, clip)
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
-    request, captions = _request(order, stages[0].run, stages[0].system, given, clip)
+    request, captions = _request(order, stages[0].run, stages[0].system, given, clip, sampler)
     further = _further(order, stages[0].run, stages[0].system)
     out = group.from_first(folder_for(order.out, stages[-1].folder) if group.rank() == 0 else None)
     try:
@@ -111,42 +112,16 @@ def _write(order: Order, out: Path, stages: list[Stage], request: Request, capti
 
 def _systems(folder: Path, order: Order | None = None) -> Opened:
     run = trained.read(folder)
-    if order is not None:
-        run = run.model_copy(update={"model": run.model | _frozen(folder, order, run)})
     try:
+        if order is not None:
+            model = systems.config_class(run.system).with_encoders(run.model, order.text_encoder, order.tokenizer)
+            run = run.model_copy(update={"model": model})
         system = systems.build(run.system, run.model)
     except ConfigError as error:
         raise ConfigError(*(f"{folder}: {line}" for line in error.problems)) from None
-    if run.model.get("tokenizer", "") is None:
-        raise ConfigError(f"{folder} learned from cached tokens and names no tokenizer that decodes them: give its "
-                          "folder as --tokenizer FOLDER")
-    if type(system).sample is System.sample:
-        raise ConfigError(f"{folder} trains {run.system}, which draws nothing: what it shows is in {folder}/samples")
+    if problem := system.cannot_draw():
+        raise ConfigError(f"{folder} trains {run.system}, which cannot draw: {problem}")
     return folder, run, system
-
-
-def _sampler(order: Order, folder: Path, run: Run, system: System) -> None:
-    """ConfigError: the system has no such sampler. Told before weights are loaded, unlike what `sample` says."""
-    sampler = run.samples.sampler if order.sampler is None else order.sampler
-    if system.samplers and sampler not in system.samplers:
-        raise ConfigError(f"--sampler {sampler}: {folder} trains {run.system}, which has "
-                          f"{' and '.join(system.samplers)}: name one of them")
-
-
-def _frozen(folder: Path, order: Order, run: Run) -> dict[str, Any]:
-    """What of a model section an order replaces. ConfigError: the run has no use for it."""
-    model, found = run.model, {}
-    if order.text_encoder is not None:
-        if "text_encoder" not in model or model.get("unconditional"):
-            raise ConfigError(f"--text-encoder: {folder} trains {run.system}, which takes no texts; leave it out")
-        if "num_words" in model and model.get("text_encodings_dim") is None:
-            raise ConfigError(f"--text-encoder: {folder} hashes words and reads no encoder; leave it out")
-        found["text_encoder"] = order.text_encoder
-    if order.tokenizer is not None:
-        if "tokenizer" not in model:
-            raise ConfigError(f"--tokenizer: {folder} trains {run.system}, which decodes no tokens; leave it out")
-        found["tokenizer"] = (model["tokenizer"] or {}) | {"path": order.tokenizer}
-    return found
 
 
 def _stage(folder: Path, run: Run, system: System, step: int | None = None, ema: float | None = None,
@@ -167,7 +142,7 @@ def _length(order: Order, run: Run, system: System) -> Length | None:
             raise ConfigError(f"{said[0]}: {order.folder} trains {run.system}, which draws no videos; leave it out")
         return None
     for word in {"--scenes", "--prime"}.intersection(said):
-        if type(system).conditions_from is System.conditions_from:
+        if not system.takes_pictures:
             raise ConfigError(f"{word}: {order.folder} trains {run.system}, which cannot go on from given frames; "
                               "leave it out")
     if "--prime-frames" in said and not {"--scenes", "--prime"}.intersection(said):
@@ -211,7 +186,7 @@ def _begin(order: Order, first: Opened, then: list[Opened], clip: Length | None)
 
 
 def _request(order: Order, run: Run, system: System, given: Tensor | None,
-             clip: Length | None) -> tuple[Request, list[str] | None]:
+             clip: Length | None, sampler: str) -> tuple[Request, list[str] | None]:
     """What the first run is to draw, and the texts that stand for it, one a sample."""
     wanted = run.samples
 
@@ -234,7 +209,7 @@ def _request(order: Order, run: Run, system: System, given: Tensor | None,
     if given is not None:
         conditions |= system.conditions_from(given[torch.arange(order.num) % len(given)])
     return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
-                   choice(order.sampler, wanted.sampler), choice(order.guidance_scale, wanted.guidance_scale),
+                   sampler or None, choice(order.guidance_scale, wanted.guidance_scale),
                    clip and clip.frames), captions
 
 
@@ -246,8 +221,7 @@ def _told(order: Order, run: Run, system: System, texts: list[str]) -> dict[str,
     try:
         return system.conditions_from_texts(texts)
     except ConfigError as error:
-        advice = " (--text-encoder PATH)" if run.model.get("text_encoder", "") is None else ""
-        raise ConfigError(f"{word}: {order.folder}: {error}{advice}") from None
+        raise ConfigError(f"{word}: {order.folder}: {error}") from None
 
 
 def _further(order: Order, run: Run, system: System) -> list[dict[str, Tensor]]:

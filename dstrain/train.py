@@ -16,15 +16,17 @@ from dstrain.data.spread import Spread
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
+from dstrain.engine.nonfinite import SkippedSteps
 from dstrain.engine.settings import remarks
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.ranks.stops import Stops
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import Request, System
-from dstrain.track.throughput import Clock
+from dstrain.track.throughput import Throughput
 from dstrain.track.tracker import Tracker
 
 DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
@@ -60,7 +62,7 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)]
+    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         saved=lambda step: folders.note_saved(folder, step))
     first = begin(run, engines, ema, saves, system, notes)
@@ -75,13 +77,14 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
         tracker.note(note)
     saver = saves.saver
     saver.report = tracker.note
-    clock = Clock(run, first, lambda: batches.wait_seconds, engines.skipped())
+    throughput = Throughput(run, first, lambda: batches.wait_seconds)
+    skipped = SkippedSteps(run, engines.skipped())
     done = first
     try:
         for step in range(first, run.steps):
             take_step(step, run, system, engines, batches, tracker)
             ema.update(step, engines.applied())
-            clock.step(all(engines.applied().values()))
+            skipped.count(all(engines.applied().values()))
             done = step + 1
             saver.look()
             stop = group.agree(stops.requested())                 # a signal anywhere stops everyone together
@@ -89,19 +92,19 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
             if stop:
                 stops.settle()
             if due(run.every.report, done) or last:
-                tracker.report(done, clock.figures(done) | engines.figures())
+                tracker.report(done, throughput.figures(done) | {"skipped": skipped.total} | engines.figures())
             if due(run.every.sample, done, last) and not stop:
-                with clock.paused():
+                with throughput.paused():
                     show(run, system, engines, ema, unseen or source, micro, done, tracker)
             score, best = None, False
             if unseen and due(run.every.evaluate, done, last) and not stop:
-                with clock.paused():
+                with throughput.paused():
                     scores, curves = held_out_scores(run, system, engines, ema, unseen, micro)
                     tracker.scores(done, scores, curves)
                     score = scores["loss"] if run.save.best else None
                     best = score is not None and saver.improves(score)
             if due(run.every.save, done) or last or best:
-                with clock.paused():
+                with throughput.paused():
                     saves.save(done, last, score)                 # training goes on while it is written
             if stop:
                 break

@@ -40,7 +40,7 @@ def main() -> None:
     if options.print_config:
         print(cli.describe(job), end="")
     elif not options.dry_run:
-        from dstrain.engine.engines import start
+        from dstrain.engine.start import start
         start()
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)

@@ -105,7 +105,7 @@ def main() -> None:
     from dstrain import encode
     from dstrain.caches import embeddings
     from dstrain.ranks import group
-    from dstrain.engine.engines import start
+    from dstrain.engine.start import start
     if group.place().world > 1:
         start()
     if not isinstance(order, encode.Order):

@@ -51,7 +51,7 @@ def main() -> None:
     order = _order()
     from dstrain import evaluate
     from dstrain.ranks import group
-    from dstrain.engine.engines import start
+    from dstrain.engine.start import start
     if group.place().world > 1:
         start()
     path, result = evaluate.evaluate(order)

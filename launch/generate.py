@@ -78,7 +78,7 @@ def main() -> None:
     order = _order()
     from dstrain import generate
     from dstrain.ranks import group
-    from dstrain.engine.engines import start
+    from dstrain.engine.start import start
     if group.place().world > 1:
         start()
     out = generate.generate(order)

@@ -37,7 +37,7 @@ def _order(argv: list[str] | None = None):
                           (said["out"], "the folder to write: --out RUN")):
         if value is None:
             raise cli.ConfigError(f"name {option}; --help shows how")
-    run = cli.described(said["recipe"], Path(__file__).resolve().parents[1], overrides)
+    run = cli.load_recipe(said["recipe"], Path(__file__).resolve().parents[1], overrides)
     from dstrain.adopt import Order
     return Order(Path(weights).expanduser(), run, said["out"])
 

@@ -6,8 +6,8 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.bench import Repeated, our_side, plain_side
-from dstrain.engine.engines import start
 from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
 from tests.support.launch import ROOT
 
 

@@ -86,10 +86,10 @@ PHENAKI = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1,
 
 
 @pytest.mark.parametrize("system, model, words, message", [
-    ("phenaki", {}, {"text_encoder": "/tmp/none"}, "--text-encoder: RUN hashes words and reads no encoder; leave it out"),
-    ("phenaki", {"unconditional": True}, {"text_encoder": "x"}, "--text-encoder: RUN trains phenaki, which takes no texts"),
-    ("dit", {}, {"tokenizer": "x"}, "--tokenizer: RUN trains dit, which decodes no tokens; leave it out"),
-    ("phenaki", {"tokenizer": None}, {}, "RUN learned from cached tokens and names no tokenizer .* as --tokenizer FOLDER"),
+    ("phenaki", {}, {"text_encoder": "/tmp/none"}, "RUN: --text-encoder: the model hashes words and reads no encoder; leave it out"),
+    ("phenaki", {"unconditional": True}, {"text_encoder": "x"}, "RUN: --text-encoder: the model is unconditional and takes no texts"),
+    ("dit", {}, {"tokenizer": "x"}, "RUN: --tokenizer: the model decodes no tokens; leave it out"),
+    ("phenaki", {"tokenizer": None}, {}, "RUN trains phenaki, which cannot draw: .*no tokenizer is named .* --tokenizer FOLDER"),
     ("phenaki", {"tokenizer": None}, {"tokenizer": "/tmp/none"}, "RUN holds no whole checkpoint yet"),
     ("phenaki", {"depth": 0}, {}, "RUN: model.depth=0: it should be"),
     ("phenaki", {"train": "critic"}, {}, "RUN: model: train=critic: there is no critic; set critic=token"),

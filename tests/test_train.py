@@ -1,5 +1,6 @@
 """What training shows and says, without its engines: grids of videos and texts, and the last line."""
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from dstrain.command import cli
+from dstrain.command import job
 from dstrain.drawing.sampling import draw_all
-from dstrain.recipe import Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
 from dstrain.track.videos import film_grid
@@ -77,8 +78,9 @@ def test_pictures_of_videos_are_shown(tmp_path):
 def test_what_cannot_be_shown_is_refused(samples, model, message):
     """Oracle: the beginning of the one line that a user reads before anything is trained."""
     system = type("Changed", (counting.Counting,), model)(counting.Config())
-    found = cli._prompts(Run(system="counting", samples=samples, every={"sample": model.get("every", 100)}), system)
-    assert found is None if message is None else found.startswith(message)
+    run = Run(system="counting", samples=samples, every={"sample": model.get("every", 100)})
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=re.escape(message)):
+        job._require_samples(run, system)
 
 
 def test_the_last_line(tmp_path):

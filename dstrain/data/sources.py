@@ -1,7 +1,7 @@
 """The data section of a recipe, opened: images, clips, embedding pairs, or what launch/encode.py has made of them."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from dstrain.ranks import group
 from dstrain.recipe import Codes, ConfigError, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
-_OF_CLIPS = {"num_frames", "temporal_patch_size"}         # fields of systems that learn from clips
+KINDS = {"images": "images", "clips": "videos", "latents": "cached latents", "image_tokens": "cached tokens of images",
+         "clip_tokens": "cached tokens of videos", "pairs": "embedding pairs"}
+_REMEDIES = {"images": "give a folder of images",
+             "clips": "give a folder of videos, with data.num_frames=17, say",
+             "latents": "give what launch/encode.py makes by a KL autoencoder",
+             "image_tokens": "give what launch/encode.py makes by a discrete VAE",
+             "clip_tokens": "give what launch/encode.py makes by a phenaki.tokenizer",
+             "pairs": f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"}
 
 
 def open_sources(data: Data, verify: bool = False) -> tuple[Any, Any | None]:
@@ -124,33 +131,36 @@ def completed(data: Data) -> Data:
     return data.model_copy(update={"codes": codes})
 
 
-def require_kind(data: Data, system: str, fields: Collection[str]) -> None:
-    """ConfigError where a system, by the fields of its section, does not learn from what the (completed) data hold."""
-    clips = bool(_OF_CLIPS & set(fields))
-    if data.codes is not None and "codes" not in fields:
-        kind, of_videos = "clips" if clips else "images", len(data.codes.shape) == 3
-        learner = "dit" if data.codes.kind == "latents" else "phenaki" if of_videos else None
-        raise ConfigError(f"data.path={data.path} holds cached {data.codes.kind}, and {system} learns from {kind}: "
-                          f"give a folder of {kind}" + (f", or system={learner}" if learner else ""))
-    if not clips and "image_embed_dim" not in fields and (data.path == MOVING or _holds_videos(data.path)):
-        raise ConfigError(f"data.path={data.path} holds videos, and {system} learns from images: give a folder of "
-                          "images, or choose system=phenaki.tokenizer or phenaki")
-    # A system with its own num_frames takes plain images, too.
-    if clips and "num_frames" not in fields and data.codes is None and data.num_frames is None:
-        raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
-    if data.num_frames is not None and not clips:
-        raise ConfigError(f"data.num_frames={data.num_frames}: {system} learns from images, not from clips: leave it "
-                          "out, or choose system=phenaki.tokenizer or phenaki")
-    pairs = is_embeddings(data.path)
-    if pairs and "image_embed_dim" not in fields:
-        raise ConfigError(f"data.path={data.path} holds embedding pairs, and {system} learns from images: give a "
-                          "folder of images, or system=prior")
-    if not pairs and "image_embed_dim" in fields and (Path(data.path).exists() or data.path.startswith("builtin:")):
-        raise ConfigError(f"data.path={data.path} holds no embedding pairs, from which alone {system} learns: give a "
-                          f"folder with img_emb/ and text_emb/, or {BUILTIN}")
-    if pairs and (data.held_out or data.held_out_path):
+def kind_of(data: Data) -> str:
+    """What the (completed) data hold to learn from: a key of KINDS."""
+    if data.codes is not None:
+        tokens = "clip_tokens" if len(data.codes.shape) == 3 else "image_tokens"
+        return "latents" if data.codes.kind == "latents" else tokens
+    if is_embeddings(data.path):
+        return "pairs"
+    return "clips" if data.num_frames is not None or data.path == MOVING or _holds_videos(data.path) else "images"
+
+
+def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
+    """ConfigError where a system does not learn from what the (completed) data hold.
+
+    `learners` gives the systems that learn from a kind, for the remedy.
+    """
+    kind = kind_of(data)
+    if kind == "pairs" and (data.held_out or data.held_out_path):
         raise ConfigError("data.held_out and data.held_out_path are for images: embedding pairs are split by "
                           "data.splits")
+    exists = data.path.startswith("builtin:") or Path(data.path).exists()         # else that alone is told
+    if kind in learns_from or not exists:
+        return
+    if kind == "images" and "clips" in learns_from:
+        raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
+    others = [f"system={name}" for name in learners(kind)]
+    remedy = " or ".join(_REMEDIES[wanted] for wanted in learns_from)
+    entry = f"data.num_frames={data.num_frames}: " if kind == "clips" and data.num_frames else ""
+    raise ConfigError(f"{entry}data.path={data.path} holds {KINDS[kind]}, and {system} learns from "
+                      f"{' or '.join(KINDS[wanted] for wanted in learns_from)}: {remedy}"
+                      + (f"; or choose {' or '.join(others)}" if others else ""))
 
 
 def _open_codes(data: Data) -> tuple[Latents, Latents | None]:

@@ -21,16 +21,15 @@ from torch import Tensor
 
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
+from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, failing_together, for_tools
+from dstrain.engine.nonfinite import check_weights
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Save
-
-COMMON = "common.safetensors"
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Stateful(Protocol):
@@ -75,29 +74,14 @@ class Checkpoints:
 
         A save that fails is reported, and training goes on. That of the lowest score is kept until another is better.
 
-        NotSaved after three failures in a row, and where the run ends with this one: it would be lost.
+        FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
         """
-        if not self._finite():
-            raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; "
-                                     f"{self.store.folder} holds earlier ones that are. Lower optimizer.lr or set "
-                                     "optimizer.clip")
+        check_weights(self._engines.masters, step, self.store.folder)
         common = self._common()
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last)
 
     # ------------------------------------------------------------------------------------------------------- writing
-
-    def _finite(self) -> bool:
-        """Whether every master on every rank is finite: a checkpoint of NaN would push out the good ones.
-
-        Padding is passed over: at stage 3 DeepSpeed leaves in it whatever the memory held.
-        """
-        views = [view for masters in self._engines.masters.values() for _, view in masters.own_views(masters.flats)]
-        sums = [view.sum() for view in views]
-        fine = not sums or torch.isfinite(torch.stack(sums)).all().item()
-        if not fine:                              # or large, and only their sum is not
-            fine = all(torch.isfinite(view).all().item() for view in views)
-        return not group.agree(not fine)
 
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout.
@@ -141,11 +125,9 @@ class Checkpoints:
         counters: dict[str, Any] = {}
         for part, engine in self._engines.items():
             tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(engine.module)}
-            scaler = getattr(engine.optimizer, "loss_scaler", None)
-            counters[part] = {
-                "updates": self._engines.masters[part].updates, "skipped": engine.skipped_steps,
-                "stage": engine.zero_optimization_stage(),
-                "scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}}
+            masters = self._engines.masters[part]
+            counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
+                              "scaler": masters.scaler_state}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -192,17 +174,14 @@ class Checkpoints:
                 _same_names(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         masters.updates = counters["updates"]
-        engine.skipped_steps = counters["skipped"]
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        for name, value in counters["scaler"].items():
-            if hasattr(scaler, name):
-                setattr(scaler, name, value)
+        masters.skipped = counters["skipped"]
+        masters.scaler_state = counters["scaler"]
         masters.publish()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
         """Reads DeepSpeed's own files; their bytes have been verified against our manifest before the unpickling."""
         engine, world = self._engines[part], manifest(path)["world"]
-        here = engine.zero_optimization_stage()
+        here = self._engines.masters[part].stage
         if (stage, world) != (here, group.world()):
             raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
                               f"such a checkpoint resumes only there; here are stage {here} and {group.world()} ranks. "

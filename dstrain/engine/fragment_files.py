@@ -1,15 +1,18 @@
-"""Where tensors lie in dstrain's checkpoints, without torch: what engine/fragments.py and checkpoint.py have written.
+"""The files of dstrain's checkpoints and where tensors lie in them. Reads headers and no data; does not import torch.
 
-    PART-RRRRR-of-WWWWW.safetensors    fragments: runs of elements of named tensors, under "kind/name"
-    common.safetensors                 buffers, as buffer/PART/NAME
+    PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
+                                       the metadata's entry "fragments" maps these keys to [shape, start, numel]
+    common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 
-Headers are read, and no data. fragments.Shards reads the values, into whatever partition a network has.
+fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
 """
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_header, stored
@@ -19,53 +22,131 @@ COMMON = "common.safetensors"
 SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
 
 
+@dataclass(frozen=True)
+class Fragment:
+    """Elements start .. start + numel of the flattened tensor `name` of `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.start + self.numel <= math.prod(self.shape):
+            raise ConfigError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
+                              f"outside of shape {tuple(self.shape)}")
+
+
+def shard_name(part: str, rank: int, world: int) -> str:
+    return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
+
+
 def damaged(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
-class Fragments:
-    """The shards of one part: where each tensor's bytes lie. `said`: the manifest's word on the files."""
+class Index:
+    """Where the elements of one part's float32 tensors lie, in all its shards together.
 
-    def __init__(self, folder: Path, part: str, said: dict[str, dict]) -> None:
-        self.part, self.folder = part, folder
-        self.files = sorted(name for name in said if (match := SHARD.fullmatch(name)) and match[1] == part)
-        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}       # kind: name: (first element, bytes)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for name in self.files:
-            try:
-                self._index(folder / name)
-            except FileNotFoundError:
-                raise damaged(folder, f"{name} is missing") from None
-            except (ValueError, KeyError, TypeError) as error:
-                raise damaged(folder, f"{name}: {error}") from None
+    ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
+    """
+
+    def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
+        self.folder, self.part = folder, part
+        self.metadata: dict[str, str] = {}                                     # of the first shard
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
+        for name in names:
+            self._add(folder / name)
+        for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
+            pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
+
+    def kinds(self) -> list[str]:
+        return list(self.pieces)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
+        return list(self.pieces.get(kind, ()))
 
     def decays(self) -> list[float]:
+        """Decays of the averages, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.pieces if kind.startswith("ema.")]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._require(name, self._shapes)
+        return self._shapes[name]
+
+    def spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
+        """The bytes of elements start .. end of a flattened tensor, in order, each element once; to its end if None.
+
+        ConfigError: an unknown tensor, or elements that are outside of it or in no shard.
+        """
+        self._require(name, self.pieces.get(kind, ()), kind)
+        pieces, shape = self.pieces[kind][name], self._shapes[name]
+        end = math.prod(shape) if end is None else end
+        if not 0 <= start <= end <= math.prod(shape):
+            raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
+        spans, done = [], start
+        for first, span in pieces:
+            if first > done:
+                break
+            last = min(first + span.nbytes // 4, end)
+            if last > done:
+                spans.append(Span(span.path, span.offset + 4 * (done - first), 4 * (last - done)))
+                done = last
+        if done < end:
+            gap_end = min([end, *(first for first, _ in pieces if first > done)])
+            raise ConfigError(f"{self.part}: elements {done} .. {gap_end} of {kind}/{name} {shape} are in no shard of "
+                              f"{self.folder}")
+        return spans
+
+    def _add(self, path: Path) -> None:
+        entries: list[tuple[str, Fragment, Span]] = []
+        try:
+            header, metadata, data = read_header(path)
+            for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
+                kind, name = key.split("/", 1)
+                fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)     # name#2 is its third piece
+                tensor = stored(path, header[key], data)
+                if (tensor.dtype, tensor.shape) != ("F32", (numel,)):
+                    raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says F32 [{numel}]")
+                entries.append((kind, fragment, tensor.spans[0]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
+        self.metadata = self.metadata or metadata
+        for kind, fragment, span in entries:
+            shape = self._shapes.setdefault(fragment.name, fragment.shape)
+            if shape != fragment.shape:
+                raise ConfigError(f"{self.part}: {fragment.name} has shape {shape} in one shard and {fragment.shape} "
+                                  f"in {path}")
+            self.pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, span))
+
+    def _require(self, name: str, names: Iterable[str], kind: str = "tensor") -> None:
+        if name not in names:
+            near = difflib.get_close_matches(name, list(names), 1)
+            nearest = f"; the nearest is {near[0]}" if near else ""
+            raise ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
+
+
+class Fragments(Index):
+    """The shards of one part that a checkpoint's manifest lists. ConfigError: the checkpoint is damaged."""
+
+    def __init__(self, folder: Path, part: str, listed: Iterable[str]) -> None:
+        self.files = sorted(name for name in listed if (match := SHARD.fullmatch(name)) and match[1] == part)
+        try:
+            super().__init__(folder, part, self.files)
+        except FileNotFoundError as error:
+            raise damaged(folder, f"{Path(error.filename).name} is missing") from None
+        except ConfigError as error:
+            raise damaged(folder, str(error)) from None
 
     def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
         """Every tensor of a kind, in the order of saving."""
-        for name, pieces in self.pieces[kind].items():
-            done, spans = 0, []
-            for start, span in sorted(pieces, key=lambda piece: (piece[0], -piece[1].nbytes)):
-                end = start + span.nbytes // 4
-                if start <= done < end:
-                    spans.append(Span(span.path, span.offset + 4 * (done - start), 4 * (end - done)))
-                    done = end
-            if done != math.prod(self.shapes[name]):
-                raise damaged(self.folder, f"elements of {kind}/{name} from {done} on are in none of its files")
-            yield name, Stored("F32", self.shapes[name], tuple(spans))
-
-    def _index(self, path: Path) -> None:
-        header, metadata, data = read_header(path)
-        for key, (shape, start, numel) in json.loads(metadata["fragments"]).items():
-            kind, name = key.split("/", 1)
-            name = name.partition("#")[0]
-            (span,) = stored(path, header[key], data).spans
-            if header[key]["dtype"] != "F32" or span.nbytes != 4 * numel:
-                raise ConfigError(f"{key} is not {numel} numbers of float32")
-            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise ConfigError(f"{name} has another shape than in the other files")
-            self.pieces.setdefault(kind, {}).setdefault(name, []).append((start, span))
+        for name in self.names(kind):
+            try:
+                yield name, Stored("F32", self.shape(name), tuple(self.spans(kind, name)))
+            except ConfigError as error:
+                raise damaged(self.folder, str(error)) from None
 
 
 def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:

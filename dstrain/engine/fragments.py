@@ -1,64 +1,40 @@
-"""Named fragments: what a weight is, never how many ranks there were.
+"""Named fragments: a checkpoint's values, independent of how many ranks there were.
 
-A *fragment* is a contiguous run of a flattened named tensor. Every rank writes the fragments that
-it owns into one file, `PART-RRRRR-of-WWWWW.safetensors`, as tensors named "kind/name" (kind:
-master, exp_avg, exp_avg_sq, ema.0.9999, ...); the entry "fragments" of the header's metadata maps
-each of these keys to [shape, start, numel]. Reading copies the overlaps into whatever run is asked
-for, so that any partition loads into any other.
+A *fragment* is a contiguous run of a flattened named tensor. Every rank writes the fragments that it owns into one file
+of its own, a shard; fragment_files.py has the layout. A reader asks for any run of elements and gets it from whichever
+shards overlap it, so that every partition loads into every other.
 
-The files are plain safetensors (github.com/huggingface/safetensors: 8 bytes length, JSON header,
-data) and open in its library. We write and read them ourselves, because its writer wants all
-tensors on the host at once and its reader maps whole files, whose pages count against a
-container's memory.
+The files are plain safetensors (github.com/huggingface/safetensors: 8 bytes length, JSON header, data) and open in its
+library. We write and read them ourselves, because its writer wants all tensors on the host at once, and its reader maps
+whole files, whose pages count against a container's memory.
 """
 
-import difflib
 import json
-import math
 import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from dstrain.engine.streams import MAX_HEADER, read_header
+from dstrain.engine.fragment_files import Fragment, Index, shard_name
+from dstrain.engine.streams import MAX_HEADER, Span
 from dstrain.recipe import ConfigError
 
 _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
 _OPEN_FILES = 64            # shards held open: a thousand would meet the limit on descriptors
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """Elements start .. start + numel of the flattened tensor `name` of `shape`."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    numel: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.start + self.numel <= math.prod(self.shape):
-            raise ConfigError(f"{self.name}: elements {self.start} .. {self.start + self.numel} are "
-                              f"outside of shape {tuple(self.shape)}")
-
-
-def shard_name(part: str, rank: int, world: int) -> str:
-    return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
-
-
 def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
                 metadata: dict[str, str] | None = None) -> int:
     """Writes (kind, fragment, values) to one file, synced to the disk; returns its size in bytes.
 
-    Values are 1-D float32 of fragment.numel elements, on any device; they reach the host 64 MB at a
-    time, so give views. One tensor may come in several fragments; empty ones are left out.
-    ConfigError: values that do not fit their fragment.
+    Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
+    at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit
+    their fragment.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -74,8 +50,7 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
             keys[key] = fragment, values.detach()
 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
-    said = {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))}
-    header: dict = {"__metadata__": said}
+    header: dict = {"__metadata__": {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))}}
     offset = 0
     for key, (fragment, _) in keys.items():
         end = offset + 4 * fragment.numel
@@ -96,75 +71,32 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
     return 8 + len(text) + offset
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Where a fragment's bytes stand."""
-
-    start: int
-    end: int
-    shard: int              # index into Shards.paths
-    offset: int             # bytes from the start of the file
-
-
-class Shards:
-    """All shards of one part in a folder, as if they were whole tensors; reads what is asked for.
+class Shards(Index):
+    """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
 
     ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
-        self.folder, self.part = Path(folder), part
-        self.metadata: dict[str, str] = {}                        # of the first shard
-        self._pieces: dict[str, dict[str, list[_Piece]]] = {}     # kind -> name -> by start
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
-        self.paths = self._find()
-        for shard in range(len(self.paths)):
-            self._index(shard)
-        for names in self._pieces.values():
-            for pieces in names.values():
-                pieces.sort(key=lambda piece: (piece.start, -piece.end))
-
-    def kinds(self) -> list[str]:
-        return list(self._pieces)
-
-    def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
-        return list(self._pieces.get(kind, ()))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        self._known(name, self._shapes)
-        return self._shapes[name]
+        super().__init__(Path(folder), part, _all_shards(Path(folder), part))
+        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
 
     def read(self, kind: str, name: str, start: int = 0, numel: int | None = None,
              shape: tuple[int, ...] | None = None) -> Tensor:
         """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
 
-        numel None: to the end. `shape`, where given, is that of the reader's tensor.
-        ConfigError: unknown name, another shape, elements that no shard holds.
+        numel None: to the end. `shape`, unless None, is that of the reader's tensor. ConfigError: unknown name, another
+        shape, elements that no shard holds.
         """
-        self._known(name, self._pieces.get(kind, ()), kind)
-        saved = self._shapes[name]
-        if shape is not None and tuple(shape) != saved:
-            raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint "
-                              f"{self.folder} holds {saved}")
-        end = math.prod(saved) if numel is None else start + numel
-        if not 0 <= start <= end <= math.prod(saved):
-            raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of "
-                              f"shape {saved}")
-        values = torch.empty(end - start, dtype=torch.float32)
-        done = start
-        for piece in self._pieces[kind][name]:
-            if done == end or piece.start > done:
-                break
-            upto = min(piece.end, end)
-            if upto > done:
-                self._copy(piece, done, values[done - start:upto - start])
-                done = upto
-        if done < end:
-            following = [p.start for p in self._pieces[kind][name] if p.start > done]
-            raise ConfigError(f"{self.part}: elements {done} .. {min([*following, end])} of "
-                              f"{kind}/{name} {saved} are in no shard of {self.folder}")
+        if shape is not None and tuple(shape) != self.shape(name):
+            raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "
+                              f"{self.shape(name)}")
+        spans = self.spans(kind, name, start, None if numel is None else start + numel)
+        values = torch.empty(sum(span.nbytes for span in spans) // 4, dtype=torch.float32)
+        done = 0
+        for span in spans:
+            self._copy(span, values[done:done + span.nbytes // 4])
+            done += span.nbytes // 4
         return values
 
     def close(self) -> None:
@@ -177,78 +109,37 @@ class Shards:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _find(self) -> list[Path]:
-        name = re.compile(re.escape(self.part) + r"-(\d{5,})-of-(\d{5,})\.safetensors")
-        paths = self.folder.glob("*.safetensors")
-        found = {tuple(map(int, match.groups())): path for path in paths
-                 if (match := name.fullmatch(path.name))}
-        if not found:
-            raise ConfigError(f"no file {self.part}-*-of-*.safetensors in {self.folder}")
-        worlds = {world for _, world in found}
-        if len(worlds) > 1:
-            raise ConfigError(f"{self.folder} holds shards of {self.part} of several world sizes: "
-                              f"{sorted(worlds)}")
-        world = worlds.pop()
-        missing = [shard_name(self.part, r, world) for r in range(world) if (r, world) not in found]
-        if missing or len(found) != world:
-            raise ConfigError(f"{self.folder} lacks {', '.join(missing[:5])} "
-                              f"({len(found)} of {world} shards)")
-        return [found[rank, world] for rank in range(world)]
-
-    def _index(self, shard: int) -> None:
-        path = self.paths[shard]
-        try:
-            header, metadata, data = read_header(path)
-            for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
-                kind, name = key.split("/", 1)
-                fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)
-                entry = header[key]
-                if entry["dtype"] != "F32" or entry["shape"] != [numel]:
-                    kept = f"{entry['dtype']} {entry['shape']}"
-                    raise ConfigError(f"{key} is {kept}, the index says F32 [{numel}]")
-                self._add(kind, fragment, shard, data + entry["data_offsets"][0])
-        except _ShapesDiffer:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
-        if shard == 0:
-            self.metadata = metadata
-
-    def _add(self, kind: str, fragment: Fragment, shard: int, offset: int) -> None:
-        shape = self._shapes.setdefault(fragment.name, fragment.shape)
-        if shape != fragment.shape:
-            raise _ShapesDiffer(f"{self.part}: {fragment.name} has shape {shape} in one shard and "
-                                f"{fragment.shape} in {self.paths[shard]}")
-        pieces = self._pieces.setdefault(kind, {}).setdefault(fragment.name, [])
-        end = fragment.start + fragment.numel
-        pieces.append(_Piece(fragment.start, end, shard, offset))
-
-    def _copy(self, piece: _Piece, start: int, into: Tensor) -> None:
-        """Elements of the whole tensor from `start`, as many as `into` (n,) holds."""
-        file = self._open(piece.shard)
-        file.seek(piece.offset + 4 * (start - piece.start))
+    def _copy(self, span: Span, into: Tensor) -> None:
+        file = self._open(span.path)
+        file.seek(span.offset)
         left = memoryview(into.numpy()).cast("B")
         while left:                                          # one read gives at most 2 GB
             count = file.readinto(left)
             if not count:
-                raise ConfigError(f"{self.paths[piece.shard]} ends early: it is truncated")
+                raise ConfigError(f"{span.path} ends early: it is truncated")
             left = left[count:]
 
-    def _open(self, shard: int) -> BinaryIO:
-        if shard not in self._files:
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
             if len(self._files) >= _OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
-            self._files[shard] = open(self.paths[shard], "rb", buffering=0)
-        self._files.move_to_end(shard)
-        return self._files[shard]
-
-    def _known(self, name: str, names: Iterable[str], kind: str = "tensor") -> None:
-        if name not in names:
-            near = difflib.get_close_matches(name, list(names), 1)
-            nearest = f"; the nearest is {near[0]}" if near else ""
-            raise ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named "
-                              f"{name}{nearest}")
+            self._files[path] = open(path, "rb", buffering=0)
+        self._files.move_to_end(path)
+        return self._files[path]
 
 
-class _ShapesDiffer(ConfigError):
-    pass
+def _all_shards(folder: Path, part: str) -> list[str]:
+    """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
+    pattern = re.compile(re.escape(part) + r"-(\d{5,})-of-(\d{5,})\.safetensors")
+    names = {tuple(map(int, match.groups())): path.name for path in folder.glob("*.safetensors")
+             if (match := pattern.fullmatch(path.name))}
+    if not names:
+        raise ConfigError(f"no file {part}-*-of-*.safetensors in {folder}")
+    worlds = {world for _, world in names}
+    if len(worlds) > 1:
+        raise ConfigError(f"{folder} holds shards of {part} of several world sizes: {sorted(worlds)}")
+    world = worlds.pop()
+    missing = [shard_name(part, rank, world) for rank in range(world) if (rank, world) not in names]
+    if missing or len(names) != world:
+        raise ConfigError(f"{folder} lacks {', '.join(missing[:5])} ({len(names)} of {world} shards)")
+    return [names[rank, world] for rank in range(world)]

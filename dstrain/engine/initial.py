@@ -1,53 +1,157 @@
-"""Initial weights that are a function of (seed, name) alone.
+"""The networks of a run and their initial weights: equal at every stage, precision and number of ranks.
 
-Every module that owns weights sets them in `reset_parameters`. We call that once for each module, on fresh float32
-tensors on the CPU and under a seed of its own, and hand out the values by name. So the weights do not depend on the
-order of construction, the stage, the precision or the number of ranks, and the fp32 masters start from the full float32
-values even where the network itself was built in bf16 or in pieces (DeepSpeed's masters would start from the rounded
-ones).
+There are two ways, and `build` chooses one for all networks of a system.
+
+    by modules        Every module draws its own weights in `reset_parameters`, and nobody changes them afterwards. Then
+                      we call `reset_parameters` once more for each module: on fresh float32 tensors, on the CPU, under
+                      a seed made of the run's seed and the module's name. No rank ever holds a whole network, and the
+                      fp32 masters start from full float32 values even where ZeRO-3 builds the network in bf16 and in
+                      pieces (DeepSpeed's masters would start from the rounded values).
+    by constructors   A constructor sets weights in any other way: `nn.init.zeros_(self.out.weight)` in a parent,
+                      `self.apply(init)`, a parameter that was replaced, a module without `reset_parameters`. A second
+                      `reset_parameters` would undo that. Then every rank builds the whole networks on the CPU, and the
+                      weights are exactly those of `torch.manual_seed(seed); networks()` in plain torch.
+
+Which way is right is observed and not declared: see `set_by_constructors`.
 """
 
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrain.engine.masters import full_shape
+
+Networks = Callable[[], dict[str, nn.Module]]
+Values = Iterable[tuple[str, Tensor]]              # by state-dict name
+
+# In-place operations whose result does not depend on what the tensor held before.
+_OVERWRITING = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
+                          "log_normal_", "cauchy_", "geometric_"))
+
+
+def build(networks: Networks, seed: int, pieces: Callable[[], AbstractContextManager] = nullcontext,
+          note: Callable[[str], None] = lambda text: None) -> dict[str, tuple[nn.Module, Values]]:
+    """Fresh networks by part, each with the values that its parameters and buffers start from.
+
+    `pieces` gives the context in which ZeRO-3 partitions a network while it is constructed; it is used only where
+    modules draw their own weights. Else `note` gets the reason why constructors decide.
+    """
+    reason = set_by_constructors(networks)
+    with torch.random.fork_rng(devices=[]), pieces() if reason is None else nullcontext():
+        torch.manual_seed(seed)
+        built = networks()
+    if reason is None:
+        return {part: (network, initial_weights(network, seed)) for part, network in built.items()}
+    note(reason)
+    return {part: (network, _copies(network)) for part, network in built.items()}
 
 
 def initial_weights(network: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (state-dict name, float32 value) of every parameter and floating buffer whose module resets itself.
+    """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by modules; integers stay integers.
 
     The network is left as it was. It may be partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
-        if resets(module):
+        if _own(module):
             for name, value in _reset(module, seed ^ zlib.crc32(prefix.encode())).items():
-                yield (f"{prefix}.{name}" if prefix else name), value
+                yield _join(prefix, name), value
 
 
-def resets(module: nn.Module) -> bool:
-    """Whether a module owns weights or buffers and can set them again."""
-    return bool(_own(module)) and callable(getattr(module, "reset_parameters", None))
+def set_by_constructors(networks: Networks) -> str | None:
+    """Why the weights of these networks are what their constructors leave; None where modules draw their own.
 
-
-def constructed_weights(network: nn.Module) -> dict[str, Tensor]:
-    """Copies of what `initial_weights` does not give: weights and buffers as the constructors left them, by name."""
-    values = {}
-    for prefix, module in network.named_modules():
-        if not resets(module):
+    The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
+    Modules draw their own weights if the `reset_parameters` of its owner was the last to set each parameter and buffer.
+    """
+    writes = _Writes()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), writes:
+            built = networks()
+    except Exception as error:       # meta tensors have no values; a real mistake comes again in the real construction
+        return f"networks() cannot run on the meta device ({type(error).__name__}: {error})"
+    seen = set()                                   # of tied weights, DeepSpeed trains the first name
+    for part, network in built.items():
+        for prefix, module in network.named_modules():
             for name, tensor in _own(module).items():
-                values[f"{prefix}.{name}" if prefix else name] = tensor.detach().clone()
-    return values
+                if id(tensor) not in seen and writes.owner(tensor) is not module:
+                    return f"{part}: {_join(prefix, name)} is set by a constructor"
+                seen.add(id(tensor))
+    return None
 
 
-def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+class _Writes(TorchDispatchMode):
+    """Records, for each storage, which module's `reset_parameters` changed it last, and whether it has set all of it.
+
+    Storages are the right key: views, `.data` and nn.Parameter share them with the tensor that they come from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[int, tuple[nn.Module | None, dict[tuple, int]]] = {}       # writer, bytes set in each view
+        self._storages: list[Any] = []             # kept alive: an address must not be used twice
+
+    def owner(self, tensor: Tensor) -> nn.Module | None:
+        """The module that was the last to change a tensor and has set all of it; None: code outside of any reset."""
+        storage = tensor.untyped_storage()
+        writer, views = self._last.get(storage._cdata, (None, {}))
+        return writer if sum(views.values()) >= storage.nbytes() else None
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        overwrites = op._schema.name.split("::")[1] in _OVERWRITING
+        for number, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else kwargs.get(argument.name)
+                self._record(value, overwrites or argument.is_out)
+        if all(returned.alias_info is None for returned in op._schema.returns):
+            self._record(result, True)             # new tensors; the others are views or arguments
+        return result
+
+    def _record(self, value: Any, overwrites: bool) -> None:
+        resetting = _resetting()
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages.append(storage)
+                writer, views = self._last.get(storage._cdata, (None, {}))
+                views = views if writer is resetting else {}
+                if overwrites:
+                    views[(tensor.storage_offset(), *tensor.shape, *tensor.stride())] = tensor.nbytes
+                self._last[storage._cdata] = resetting, views
+
+
+def _resetting() -> nn.Module | None:
+    """The module in whose `reset_parameters` the caller runs, the innermost if there are several."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "reset_parameters" and code.co_argcount:
+            module = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(module, nn.Module):
+                return module
+        frame = frame.f_back
+    return None
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     tensors = {**dict(module._parameters.items()), **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _copies(network: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(_join(prefix, name), tensor.detach().clone())
+            for prefix, module in network.named_modules() for name, tensor in _own(module).items()]
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""The fp32 weights that this rank owns, as named fragments. All DeepSpeed internals are named here and nowhere else.
+"""The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
+
+What of DeepSpeed is not its public interface is named here and nowhere else. Others use of an engine: `backward`,
+`step`, `module`, `optimizer.param_groups`, `is_gradient_accumulation_boundary`, `save_checkpoint`, `load_checkpoint`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is
@@ -19,11 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
-from dstrain.engine.initial import full_shape
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def for_tools() -> dict[str, Any]:
@@ -70,9 +78,8 @@ class Masters:
         self._zero = engine.optimizer
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []              # fragment, number of its flat, offset in it
-        stage = engine.zero_optimization_stage()
-        self.replicated = stage == 0
-        {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[stage]()
+        self.replicated = self.stage == 0
+        {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
         compute = {weight.data_ptr() for weight in self._compute_flats()}
         # In fp32 the masters may be the compute weights themselves: showing other values then needs a copy.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
@@ -204,16 +211,9 @@ class Masters:
             return self._weights[number]
         return self.flats[number]
 
-    def forget_moments(self) -> None:
+    def reset_optimizer_state(self) -> None:
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
         self._inner().state.clear()
-
-    def pass_over(self) -> None:
-        """Ends a step at stage 0 without an update, counted as DeepSpeed counts the steps that it skips itself."""
-        self.engine.zero_grad()
-        self.engine.micro_steps += 1
-        self.engine.global_steps += 1
-        self.engine.skipped_steps += 1
 
     def moments(self, kind: str) -> list[Tensor]:
         """`exp_avg` or `exp_avg_sq` in the masters' layout; zeros are made where no step was taken yet."""
@@ -242,3 +242,69 @@ class Masters:
                 state["step"].fill_(count)
             else:
                 state["step"] = count
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return self.engine.zero_optimization_stage()
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether DeepSpeed itself skips a step whose gradients are not finite: everywhere but at stage 0 in fp32."""
+        return self.stage > 0 or hasattr(self._zero, "fp32_groups")
+
+    @property
+    def applied(self) -> bool:
+        """Whether the latest micro-batch led to an update."""
+        return bool(self.engine.was_step_applied())
+
+    def skip_step(self) -> None:
+        """Ends a step at stage 0 without an update, counted as DeepSpeed counts the steps that it skips itself."""
+        self.engine.zero_grad()
+        self.engine._step_applied = False
+        self.engine.micro_steps += 1
+        self.engine.global_steps += 1
+        self.engine.skipped_steps += 1
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not applied since the run began."""
+        return self.engine.skipped_steps
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self.engine.skipped_steps = count
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the latest step before clipping, over all ranks; None where it was not computed."""
+        norm = self.engine.get_global_grad_norm()
+        if norm is not None and self.loss_scale and self.replicated:      # the only one that DeepSpeed leaves scaled
+            norm = norm / self.loss_scale
+        return None if norm is None else float(norm)
+
+    @grad_norm.setter
+    def grad_norm(self, norm: float) -> None:
+        self.engine._global_grad_norm = norm
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss under fp16; None in other precisions."""
+        return self._scaler.cur_scale if self.engine.fp16_enabled() else None
+
+    @property
+    def scaler_state(self) -> dict[str, float]:
+        """What a checkpoint keeps of the loss scale and its history."""
+        return {name: getattr(self._scaler, name) for name in _SCALER_STATE if hasattr(self._scaler, name)}
+
+    @scaler_state.setter
+    def scaler_state(self, state: dict[str, float]) -> None:
+        for name, value in state.items():
+            if self.engine.fp16_enabled() and hasattr(self._scaler, name):        # other precisions need no scale
+                setattr(self._scaler, name, value)
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self._zero, "loss_scaler", None) or getattr(self._zero, "loss_scale_config", None)

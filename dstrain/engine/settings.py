@@ -29,9 +29,16 @@ _DEFAULTS = {
 _AUTO_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
               "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
 
+# Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
+_EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
-def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str) -> Settings:
-    """The one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu")."""
+
+def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str,
+            before: Settings | None = None) -> Settings:
+    """The one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
+
+    before      what the run was resolved to when it began: a run that goes on keeps its precision where that is "auto".
+    """
     source = "ds_config" if isinstance(ds_config, dict) else str(ds_config)
     settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read(ds_config)
     if "bfloat16" in settings and "bf16" not in settings:
@@ -39,7 +46,7 @@ def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type:
     problems = list(unsupported(settings))
     problems += _optimizer(settings.pop("optimizer", {}), run)
     problems += _recipes(settings, run, world)
-    problems += _automatic(settings, device_type)
+    problems += _automatic(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += refusals(settings)
@@ -94,14 +101,19 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
     if precision(settings) != "fp16" and not checked and stage(settings) > 0:
         found.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
     if bf16 and device_type == "cpu" and not _multiplies_bf16():
-        # Measured on a small DiT against fp32: 1.9 times as fast with AVX512_BF16, 1.3 times as slow with plain
-        # AVX-512, 10 times as slow with AVX2.
         found.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return found
 
 
 def _multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bf16, and oneDNN may use them.
+
+    A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread
+    of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
+    """
     import torch
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper() in _EMULATING:
+        return False
     native = (getattr(torch.cpu, f"_is_{name}_supported", lambda: False) for name in ("avx512_bf16", "amx_tile"))
     return any(check() for check in native) or os.uname().machine in ("aarch64", "arm64")
 
@@ -173,10 +185,11 @@ def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]
            'write "auto" in the JSON, which leaves it to the recipe, or make both equal')
 
 
-def _automatic(settings: Settings, device_type: str) -> Iterator[str]:
+def _automatic(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
-        settings["bf16"]["enabled"] = device_type == "cuda" or _multiplies_bf16()
+        usual = device_type == "cuda" or _multiplies_bf16()
+        settings["bf16"]["enabled"] = precision(before) == "bf16" if before else usual
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dstrain.nn.attention import attend
 from dstrain.recipe import ConfigError
 
 
@@ -81,7 +82,7 @@ class SelfAttention(nn.Module):
         batch, count, dim = x.shape
         qkv = self.qkv(x).view(batch, count, 3, self.num_heads, dim // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)                     # (B, heads, N, dim / heads) each
-        x = F.scaled_dot_product_attention(query, key, value)
+        x = attend(query, key, value)
         return self.proj(x.transpose(1, 2).reshape(batch, count, dim))
 
 
@@ -102,10 +103,13 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
 
     shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
     `downscale_freq_shift` of diffusers' DiT, which reaches it.
+
+    Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
+    CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.
     """
     half = dim // 2
-    index = torch.arange(half, dtype=torch.float32, device=t.device)
-    frequencies = torch.exp(-math.log(max_period) * index / (half - shift))
+    index = torch.arange(half, device=t.device).double()
+    frequencies = torch.exp(-math.log(max_period) * index / (half - shift)).float()
     angles = t[:, None].float() * frequencies[None]                                                # (B, half)
     features = torch.cat((torch.cos(angles), torch.sin(angles)), dim=1)
     return F.pad(features, (0, dim % 2))

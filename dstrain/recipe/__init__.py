@@ -1,9 +1,14 @@
-"""What determines a run: its schema (run.py), and its file with what may be wrong in it (files.py)."""
+"""What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
-from dstrain.recipe.files import check, differences, dump, faults, load, nearby, refusals, refused, suggestion
-from dstrain.recipe.run import (BatchSize, Codes, ConfigError, Data, Ema, Every, Faults, NotSaved, Optimizer, Run,
-                                Samples, Save, Section, Track, divisors)
+from dstrain.recipe.changes import differences, refusals, refused
+from dstrain.recipe.errors import ConfigError, NotSaved
+from dstrain.recipe.files import check, dump, load
+from dstrain.recipe.problems import divisors, nearby, problems_of, suggestion
+from dstrain.recipe.run import Codes, Data, Ema, Optimizer, Run, Samples, Save, Track
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Section, filled_in, fixed
 
-__all__ = ["BatchSize", "Codes", "ConfigError", "Data", "Ema", "Every", "Faults", "NotSaved", "Optimizer", "Run",
-           "Samples", "Save", "Section", "Track", "check", "differences", "divisors", "dump", "faults", "load",
-           "nearby", "refusals", "refused", "suggestion"]
+__all__ = [
+    "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "NotSaved", "Optimizer", "Run", "Samples", "Save",
+    "Section", "Track", "check", "differences", "divisors", "dump", "filled_in", "fixed", "load", "nearby",
+    "problems_of", "refusals", "refused", "suggestion",
+]

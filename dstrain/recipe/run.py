@@ -2,40 +2,19 @@
 
 A recipe is a YAML file of these sections; `key=value` overrides change single entries (`batch.global=256`). The recipe
 owns what is learned and how (batch, learning rate, betas, decay, clip, steps); the JSON in ds_configs/ owns how it is
-sharded (stage, precision, offload, buckets). The merge of both stands in dstrain/engine/settings.py; reading, writing
-and comparing of Runs in dstrain/recipe/files.py.
+sharded (stage, precision, offload, buckets). The merge of both stands in dstrain/engine/settings.py. What may change
+when a run goes on is marked on the field, see section.py.
 """
 
 import math
-import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class ConfigError(ValueError):
-    """A user's faults in recipe, overrides, DeepSpeed JSON or paths, all of them at once, one line each."""
-
-    def __init__(self, *problems: str):
-        self.problems = list(dict.fromkeys(problems))
-        super().__init__("\n".join(self.problems))
-
-
-class NotSaved(OSError):
-    """The run ends because its checkpoints cannot be written."""
-
-
-def divisors(number: int) -> str:
-    """The divisors of a number as text, for messages: the batch sizes that would work."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    found = sorted({*small, *(number // d for d in small)})
-    return ", ".join(map(str, found if len(found) <= 16 else [*found[:8], "...", *found[-7:]]))
+from dstrain.recipe.problems import divisors
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section
 
 
 def _refuse(*checks: tuple[Any, str]) -> None:
@@ -43,25 +22,6 @@ def _refuse(*checks: tuple[Any, str]) -> None:
     messages = [message for wrong, message in checks if wrong]
     if messages:
         raise ValueError("\n".join(messages))
-
-
-def _types(annotation: Any) -> list[Any]:
-    """All plain types within an annotation such as `int | None`."""
-    inner = typing.get_args(annotation)
-    return [plain for part in inner for plain in _types(part)] if inner else [annotation]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True,
-                              allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python's True is an int: without this `steps: true` would be one step.
-        if isinstance(value, bool) and bool not in _types(cls.model_fields[info.field_name].annotation):
-            raise PydanticCustomError("no_bool", "is {value}, which has no meaning here", {"value": str(value).lower()})
-        return value
 
 
 class Codes(Section):
@@ -80,19 +40,21 @@ class Codes(Section):
 class Data(Section):
     path: str = "builtin:fashion"            # a folder of images or clips, one subfolder a class; or of what encode.py
                                              # cached; or builtin:fashion, builtin:moving-fashion
-    image_size: PositiveInt = 32             # pixels; images are cropped and scaled to this square; of clips the width
-    height: PositiveInt | None = None        # of clips, pixels; None: image_size
-    num_frames: PositiveInt | None = None    # of clips; None: images. An image is a clip of one real frame
-    frame_stride: PositiveInt = 1            # of clips: one frame of so many is taken
+    image_size: Annotated[PositiveInt, FIXED] = 32    # pixels: the side of images, which are cropped and scaled to
+                                             # this square; of clips the width
+    height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
+    num_frames: Annotated[PositiveInt | None, FIXED] = None    # of clips; None: images. An image is a clip of one
+                                             # real frame
+    frame_stride: Annotated[PositiveInt, FIXED] = 1    # of clips: one frame of so many is taken
     captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
                                              # caption; None: X.txt beside X.mp4, else the names of class folders
     images: str | None = None                # a folder of images that are mixed into the clips
     image_share: Fraction = 0.2              # of the training samples, where `images` is given
-    channels: Literal[1, 3, 4] = 3           # 1 converts to grey, 4 keeps transparency (RGBA)
-    flip: bool = True                        # horizontal flips, drawn for each sample and step
-    held_out: Fraction = 0.0                 # share of a folder kept for evaluation; the built-in set has its own
+    channels: Annotated[Literal[1, 3, 4], FIXED] = 3    # 1 converts to grey, 4 keeps transparency (RGBA)
+    flip: Annotated[bool, FIXED] = True      # horizontal flips, drawn for each sample and step
+    held_out: Annotated[Fraction, FIXED] = 0.0    # share of a folder kept for evaluation; the built-in set has its own
     held_out_path: str | None = None         # a folder for evaluation instead of a share
-    draft: bool = False                      # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
+    draft: Annotated[bool, FIXED] = False    # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
     workers: Count | None = None             # loader processes a rank; 0 reads in the training process, None chooses
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
@@ -124,7 +86,7 @@ class Data(Section):
 
 
 class BatchSize(Section):
-    global_: PositiveInt = Field(64, alias="global")   # samples for each optimizer step, over all ranks
+    global_: Annotated[PositiveInt, FIXED] = Field(64, alias="global")    # samples of an optimizer step, on all ranks
     micro: PositiveInt | None = None         # samples for each rank and forward pass; None: global / world size
 
     @model_validator(mode="after")
@@ -144,7 +106,7 @@ class Optimizer(Section):
     warmup: Count = 0                        # steps of linear growth from 0 to lr
     schedule: Literal["constant", "cosine", "linear"] = "constant"     # after the warm-up
     final_lr: NonNegative = 0.0              # where cosine and linear end
-    decay_steps: PositiveInt | None = None   # step at which final_lr is reached; None: the run's steps
+    decay_steps: Annotated[PositiveInt | None, MAY_CHANGE] = None    # step at which final_lr is reached; None: the last
 
     @model_validator(mode="after")
     def _agree(self) -> "Optimizer":
@@ -216,7 +178,7 @@ class Samples(Section):
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
     prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
     num_frames: PositiveInt | None = None    # of videos; None: the model's
-    sampler: str = "ddim"
+    sampler: str | None = None               # None: the usual one of the system
     num_steps: PositiveInt = 50              # network evaluations for each picture
     guidance_scale: NonNegative = 1.0        # 1 is none
     seed: Count = 0
@@ -250,18 +212,18 @@ class Faults(Section):
 
 class Run(Section):
     name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    system: str = "dit"
+    system: Annotated[str, FIXED] = "dit"    # a folder of dstrain/systems/, or a package of your own: my_lab.edm
     folder: Path | None = None               # None: runs/NAME
     steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), FIXED] = 0
     init_from: Path | None = None            # weights to start from: a published file or a run
     compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
     channels_last: bool = False              # images enter the networks as NHWC, which GPUs convolve faster
-    model: dict[str, Any] = Field(default_factory=dict)   # the system's own section: dstrain/systems/SYSTEM/config.py
+    model: Annotated[dict[str, Any], FIXED] = Field(default_factory=dict)    # the system's own section, its Config
     data: Data = Data()
     batch: BatchSize = BatchSize()
-    optimizer: Optimizer = Optimizer()
-    ema: Ema = Ema()
+    optimizer: Annotated[Optimizer, FIXED] = Optimizer()
+    ema: Annotated[Ema, FIXED] = Ema()
     every: Every = Every()
     save: Save = Save()
     samples: Samples = Samples()

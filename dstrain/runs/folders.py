@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
+from dstrain.systems import config_class
 
 
 def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
@@ -40,9 +41,9 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                           "begin anew with --from-scratch")
     if allow_change or not saved:                    # nothing was trained: there is no run to be changed
         return
-    changes = refused(load(folder / "run.yaml"), run)
+    changes = refused(load(folder / "run.yaml"), run, system := config_class(run.system))
     if changes:
-        raise refusals(changes, folder / "run.yaml")
+        raise refusals(changes, folder / "run.yaml", system)
     known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
     if not same_data(known, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
@@ -105,6 +106,15 @@ def last_saved(folder: Path) -> int:
         return int((folder / "saved").read_text())
     except (OSError, ValueError):
         return 0
+
+
+def settings_before(folder: Path) -> dict[str, Any]:
+    """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
+    try:
+        found = json.loads((folder / "ds_config.json").read_text()) if last_saved(folder) else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def note_saved(folder: Path, step: int) -> None:

@@ -39,7 +39,8 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     problems = [f"{me} has {what} {code[what]}, {first} has {known[what]}: install the same on all machines"
                 for what in code if code[what] != known[what] and machine != host]    # here, somebody is editing it
     if not problems and (changed := _changes(*pickle.loads(saved), run, settings)):
-        problems.append(f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command")
+        problems.append(f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
+                        ", and where their CPUs differ, true or false for an \"auto\" of the JSON")
     if not _sees(folder / name, patience):
         problems.append(f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
                         "system that all machines mount, folder=/shared/NAME, say")

@@ -1,41 +1,85 @@
-"""The systems by name. A system's folder is imported when it is asked for, so that one never needs another's libraries.
+"""The systems by name. A system is imported when it is asked for, so that one never needs the libraries of another.
 
-A folder exposes `Config`, a pydantic model of its recipe section, and `build(config) -> System`.
+A name is that of a folder beside this file with a system.py (`dit`, `phenaki.tokenizer`), of an entry point of the
+group `dstrain.systems`, or of a package that can be imported (`my_lab.edm`). base.py says what such a package holds.
 """
 
 import difflib
 import importlib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from dstrain.recipe import ConfigError, faults
-from dstrain.systems.base import System
+from dstrain.recipe import ConfigError, problems_of
+from dstrain.systems.base import System, SystemConfig
 
-NAMES = {"dit": "dstrain.systems.dit", "iddpm": "dstrain.systems.iddpm",      # name in a recipe -> module
-         "vae": "dstrain.systems.vae", "prior": "dstrain.systems.prior",
-         "phenaki.tokenizer": "dstrain.systems.phenaki.tokenizer", "phenaki": "dstrain.systems.phenaki"}
+_GROUP = "dstrain.systems"
 
 
-def build(name: str, config: dict[str, Any]) -> System:
-    """The system `name` from its recipe section. ConfigError: an unknown name or field, or a value out of range."""
-    module = _module(name)
+def names() -> list[str]:
+    """The systems of dstrain and of installed packages."""
+    root = Path(__file__).parent
+    own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
+    return sorted({*own, *_entry_points()})
+
+
+def learners(kind: str) -> list[str]:
+    """The systems that learn from a kind of data."""
+    return [name for name in names() if kind in config_class(name).learns_from]
+
+
+def build(name: str, model: dict[str, Any]) -> System:
+    """The system `name` of a model section. ConfigError: an unknown name or field, or a value out of range."""
+    return package(name).build(config(name, model))
+
+
+def config(name: str, model: dict[str, Any]) -> SystemConfig:
+    """The checked model section of a system. ConfigError as `build`."""
+    schema = config_class(name)
     try:
-        checked = module.Config.model_validate(config)
+        return schema.model_validate(model)
     except ValidationError as error:
-        raise ConfigError(*faults(error, module.Config, "model")) from None
-    return module.build(checked)
+        raise ConfigError(*problems_of(error, schema, "model")) from None
 
 
-def config_class(name: str) -> type[BaseModel]:
-    """The model of a system's recipe section: its fields, defaults and their meaning."""
-    return _module(name).Config
+def config_class(name: str) -> type[SystemConfig]:
+    """The schema of a system's model section: its fields, defaults and their meaning."""
+    return package(name).Config
 
 
-def _module(name: str) -> ModuleType:
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
+
+
+def package(name: str) -> ModuleType:
+    """The package of a system. ConfigError: there is none, or it holds no system."""
+    if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
+        return importlib.import_module(f"{__name__}.{name}")
+    if (point := _entry_points().get(name)) is not None:
+        package = point.load()
+    elif _can_be_imported(name):
+        package = importlib.import_module(name)
+    else:
+        near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(NAMES)}{hint}")
-    return importlib.import_module(NAMES[name])
+        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package that Python finds "
+                          f"(PYTHONPATH){hint}")
+    missing = [word for word in ("Config", "build") if not hasattr(package, word)]
+    if missing:
+        raise ConfigError(f"system: the package {name!r} has no {' and no '.join(missing)}, see "
+                          "dstrain/systems/base.py; name one that holds a system")
+    return package
+
+
+def _can_be_imported(name: str) -> bool:
+    """Whether there is such a package; what goes wrong within it while it is imported is a bug of its own."""
+    try:
+        return all(word.isidentifier() for word in name.split(".")) and importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            return False
+        raise

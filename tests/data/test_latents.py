@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.command.cli import Options, prepare
+from dstrain.command.cli import JobOptions, prepare
 from dstrain.data import shards
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.latents import Latents, is_encoded
@@ -20,6 +20,8 @@ from dstrain.systems.base import Request
 from launch import bench_latents
 from tests.support import first_stage, pictures
 from tests.support.launch import ROOT
+
+DIT = systems.config_class("dit")
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -199,7 +201,7 @@ def stage(tmp_path):
 
 def prepared(words):
     recipes = ROOT / "launch" / "recipes"
-    return prepare(Options(recipes / "dit-small.yaml", ROOT / "ds_configs/zero1.json", tuple(words)), 1, "cpu")
+    return prepare(JobOptions(recipes / "dit-small.yaml", ROOT / "ds_configs/zero1.json", tuple(words)), 1, "cpu")
 
 
 def test_the_index_fills_in_the_recipe(stage):
@@ -246,7 +248,7 @@ def test_recipes_that_do_not_fit(stage):
             ([given, "data.image_size=32"], "write data.image_size=16"),
             ([given, "data.channels=3"], "write data.channels=1"),
             ([given, f"data.path={folder / 'plain'}", "data.flip=true"], "write data.flip=false"),
-            ([given, f"data.path={folder / 'ids'}"], "holds tokens, and dit models latents"),
+            ([given, f"data.path={folder / 'ids'}"], "holds cached tokens of images, and dit learns from images or cached latents"),
             ([given, f"data.held_out_path={folder / 'unseen'}"], "has first_stage another"),
             ([given, f"data.held_out_path={folder / 'larger'}"], "has image_size 32, .*has 16"),
             ([given, "model.first_stage.scaling_factor=0"], "model.first_stage.scaling_factor=0.*greater than 0"),
@@ -269,23 +271,23 @@ def test_another_export_to_the_same_path(stage):
     online, cached = prepared(images).run, prepared(words).run
     (folder / "run.yaml").write_text(recipe.dump(online))
     old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]
-    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.refused(old, prepared(images).run) == []
+    assert (fixed["scaling_factor"], fixed["shift"]) == (0.5, 0.0) and recipe.refused(old, prepared(images).run, DIT) == []
     assert fixed["fingerprint"] == cached.model["first_stage"]["fingerprint"] == cached.model["codes"]["first_stage"]
 
     first_stage.save(path, scaling_factor=0.75, shift_factor=0.25)
     for before, given in ((old, images), (cached, words)):
-        text = str(recipe.refusals(recipe.refused(before, prepared(given).run), folder))
+        text = str(recipe.refusals(recipe.refused(before, prepared(given).run, DIT), folder, DIT))
         assert "first_stage.scaling_factor was 0.5" in text and "is now 0.75: write model.first_stage.scaling_f" in text
         assert "first_stage.shift was 0.0" in text and "is now 0.25" in text and "fingerprint" not in text
         keep = ["model.first_stage.scaling_factor=0.5", "model.first_stage.shift=0.0"]
-        assert recipe.refused(before, prepared([*given, *keep]).run) == []
+        assert recipe.refused(before, prepared([*given, *keep]).run, DIT) == []
         built = systems.build("dit", before.model).first_stage
         assert (built.scaling_factor, built.shift) == (0.5, 0.0)
 
     first_stage.save(path, seed=1)
-    (change,) = recipe.refused(old, prepared(images).run)
+    (change,) = recipe.refused(old, prepared(images).run, DIT)
     assert change[0] == "model.first_stage.fingerprint" and change[1] == fixed["fingerprint"] != change[2]
-    assert "put the earlier autoencoder back at model.first_stage.path" in str(recipe.refusals([change], folder))
+    assert "put the earlier autoencoder back at model.first_stage.path" in str(recipe.refusals([change], folder, DIT))
     with pytest.raises(ValueError, match=f"is the autoencoder {change[2]}, .* trained with {change[1]}"):
         systems.build("dit", old.model)
 
@@ -295,8 +297,8 @@ def test_other_latents_when_a_run_goes_on(stage):
     folder, path, words = stage
     write(folder / "y", seed=1, stage=Latents(folder / "x").encoding["first_stage"])
     words = [*words, f"model.first_stage.path={path}"]
-    changes = recipe.refused(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run)
-    text = str(recipe.refusals(changes, folder))
+    changes = recipe.refused(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run, DIT)
+    text = str(recipe.refusals(changes, folder, DIT))
     assert [key for key, _, _ in changes] == ["model.codes.scaling_factor"]
     assert "give the data.path of the earlier latents" in text and "write model.codes" not in text
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Save
 from tests.engine.check_elastic import History

@@ -15,9 +15,10 @@ import torch
 
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows

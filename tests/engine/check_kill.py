@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from dstrain.engine.engines import start
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from tests.engine.check_elastic import Trial
 from tests.support.launch import free_port

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from dstrain import rng, systems
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.train import take_step

@@ -28,8 +28,9 @@ from dstrain.data.sources import open_sources
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
-from dstrain.engine.engines import Engines, start
+from dstrain.engine.engines import Engines
 from dstrain.engine.masters import MOMENTS
+from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
@@ -90,7 +91,7 @@ class Trial:
         words = [*own, *overrides, f"folder={folder / case / 'run'}"]
         if name == "tiny-phenaki":
             words.append(f"model.tokenizer.path={folder / 'tokens'}")
-        options = cli.Options(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
+        options = cli.JobOptions(ROOT / "tests" / "launch" / f"{name}.yaml", folder / f"zero{stage}.json", tuple(words))
         job = cli.prepare(options, group.world(), "cpu")
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)

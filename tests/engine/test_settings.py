@@ -118,11 +118,39 @@ def test_auto_is_decided_or_refused():
     assert zero["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     assert "write true or false" in faults({"fp16": {"enabled": "auto"}})
     assert settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cuda")) == "bf16"
-    here = settings.resolve({"bf16": {"enabled": "auto"}}, run, 1, "cpu")["bf16"]["enabled"]
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    assert here == ("avx512_bf16" in flags or "amx_tile" in flags or os.uname().machine in ("aarch64", "arm64"))
     assert "zero_optimization.offload_optimizer.device" in faults(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}})
+
+
+def auto(device="cpu", before=None):
+    return settings.precision(settings.resolve({"bf16": {"enabled": "auto"}}, Run(), 1, device, before))
+
+
+def test_auto_precision_of_a_cpu(monkeypatch):
+    """Oracle: the flags of the CPU, and oneDNN's documented limits: below AVX512_CORE_BF16 products are emulated."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    native = "avx512_bf16" in flags or "amx_tile" in flags or os.uname().machine in ("aarch64", "arm64")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    assert auto() == ("bf16" if native else "fp32")
+    for name in ("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):           # the second one is heard where both are set
+        for limit in ("AVX512_CORE", "avx2"):
+            monkeypatch.setenv(name, limit)
+            assert auto() == "fp32" and auto("cuda") == "bf16", limit
+        monkeypatch.setenv(name, "ALL")
+        assert auto() == ("bf16" if native else "fp32")
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
+    """Oracle: what the run was resolved to, on any CPU; true and false in the JSON are obeyed."""
+    monkeypatch.setattr(settings, "_multiplies_bf16", lambda: native)
+    for enabled in (False, True):
+        before = settings.resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
+        assert auto(before=before) == ("bf16" if enabled else "fp32")
+        other = settings.resolve({"bf16": {"enabled": not enabled}}, Run(), 1, "cpu", before)
+        assert settings.precision(other) == ("fp32" if enabled else "bf16")
+    assert auto(before={}) == ("bf16" if native else "fp32")
 
 
 @pytest.mark.parametrize("content, parts", [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain import evaluate, generate
-from dstrain.command.cli import Options, prepare
+from dstrain.command.cli import JobOptions, prepare
 from dstrain.recipe import ConfigError
 from tests.engine.check_systems import AFTER, BACK, BEFORE, CASES, EXTRA, LATE, NATIVE, PLACES
 from tests.support.launch import ROOT, environment
@@ -66,7 +66,7 @@ def test_what_does_not_divide_is_refused(tmp_path):
     (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
 
     def prepared(world, *words, recipe="tiny"):
-        options = Options(ROOT / f"tests/launch/{recipe}.yaml", tmp_path / "zero2.json",
+        options = JobOptions(ROOT / f"tests/launch/{recipe}.yaml", tmp_path / "zero2.json",
                           (f"folder={tmp_path / 'run'}", *words))
         settings = prepare(options, world, "cpu").settings
         return settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]

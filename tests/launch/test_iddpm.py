@@ -13,7 +13,8 @@ from dstrain import rng, systems
 from dstrain.data.pixels import read_pictures
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.drawing.sampling import draw_all
-from dstrain.engine.checkpoint import COMMON, read_weights
+from dstrain.engine.checkpoint import read_weights
+from dstrain.engine.fragment_files import COMMON
 from dstrain.engine.store import Store
 from dstrain.runs import trained
 from dstrain.systems.base import Request

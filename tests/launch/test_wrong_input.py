@@ -117,7 +117,7 @@ WRONG = {
     "no image": (["data.path=mixed"], "data.path=mixed"),
     "empty class": (["data.path=classes"], "class folders without images: b"),
     "data is a file": (["data.path=afile"], "data.path=afile"),
-    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images: give a folder of images"),
+    "videos for images": (["data.path=builtin:moving-fashion"], "dit learns from images or cached latents: give a folder of images"),
     "unknown built-in": (["data.path=builtin:mnist"], "builtin:fashion"),
     "nothing to start from": (["init_from=/no/weights"], "init_from=/no/weights does not exist"),
     "folder is a file": (["folder=afile"], "name another folder"),
@@ -181,6 +181,23 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
     assert code == 2 and "seed was 0" in err and "model.depth was 6" in err and "--allow-change" in err and "steps" not in err
     assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--allow-change"])).run.seed == 7
     assert cli.prepare(cli.train_arguments(ROOT, ["folder=run", "seed=7", "--from-scratch"])).run.seed == 7
+
+
+def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
+    """Oracle: the ds_config.json written into the run's folder, on a CPU that would have it otherwise."""
+    from dstrain import cli, folders
+    from dstrain.engine import settings
+    monkeypatch.setattr(settings, "_multiplies_bf16", lambda: True)
+    words = ["folder=run", "--allow-change"]                              # the data are not asked about
+    found = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+    job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
+    folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
+    assert found() == "bf16", "nothing is saved: there is no run to go on with"
+    folders.note_saved(job.run.directory, 300)
+    (job.run.directory / "checkpoints" / "step_00000300").mkdir(parents=True)
+    assert found() == "fp32" and found("--from-scratch") == "bf16"
+    (job.run.directory / "ds_config.json").write_text("[]")
+    assert found() == "bf16"
 
 
 def test_several_faults_come_together(folder, monkeypatch, capsys):

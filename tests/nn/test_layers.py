@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,8 +34,17 @@ def test_timestep_features(shift):
         torch.testing.assert_close(row, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-4)
     from diffusers.models.embeddings import get_timestep_embedding
     theirs = get_timestep_embedding(t, 8, flip_sin_to_cos=True, downscale_freq_shift=shift)
-    torch.testing.assert_close(features, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(features, theirs, rtol=0, atol=1e-4)       # its exp is in float32: as good as the CPU's
     assert timestep_features(t, 7).shape == (4, 7)
+
+
+def test_timestep_features_on_any_cpu():
+    """Oracle: numpy with a frequency rounded once: one more unit in its last place is 6e-5 in the phase at t = 999."""
+    t = np.arange(1000, dtype=np.float32)
+    frequencies = np.exp(-math.log(10000) * np.arange(128) / 128).astype(np.float32)
+    angles = (t[:, None] * frequencies).astype(np.float64)
+    expected = torch.from_numpy(np.concatenate((np.cos(angles), np.sin(angles)), axis=1))
+    torch.testing.assert_close(timestep_features(torch.from_numpy(t), 256).double(), expected, rtol=0, atol=1e-6)
 
 
 def test_positions():

@@ -207,7 +207,7 @@ def test_lost(monkeypatch, error, expected):
 
 def test_a_rank_that_is_alone():
     """Oracle: the address that it was given, where nobody listens, and the clock."""
-    port, program = str(free_port()), "from dstrain.command.cli import run_main; from dstrain.engine.engines import start\n"
+    port, program = str(free_port()), "from dstrain.command.cli import run_main; from dstrain.engine.start import start\n"
     done = subprocess.run([sys.executable, "-c", program + "run_main(lambda: start(0.05))"], text=True,
                           capture_output=True, timeout=200, env=environment(
                               RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))

@@ -13,6 +13,7 @@ from dstrain.recipe import ConfigError, Run, divisors
 from dstrain.systems import config_class
 from tests.support import tokenizers
 
+DIT = config_class("dit")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 
@@ -157,7 +158,7 @@ def test_differences_and_what_a_resumed_run_may_change():
 
     def keys(*overrides):
         new = recipe.load(None, ["model.depth=2", *overrides])
-        return [key for key, _, _ in recipe.differences(old, new)], [key for key, _, _ in recipe.refused(old, new)]
+        return [key for key, _, _ in recipe.differences(old, new)], [key for key, _, _ in recipe.refused(old, new, DIT)]
 
     assert keys() == ([], [])
     free = {"steps": 2000, "every.save": 3, "save.keep": 5, "batch.micro": 32, "track.project": "x", "samples.num": 4,
@@ -170,7 +171,7 @@ def test_differences_and_what_a_resumed_run_may_change():
              "optimizer.warmup": 5, "ema.decays": "[0.5]", "ema.warmup": "true", "system": "iddpm"}
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
-    text = str(recipe.refusals(recipe.refused(old, recipe.load(None, ["seed=1"])), Path("runs/x")))
+    text = str(recipe.refusals(recipe.refused(old, recipe.load(None, ["seed=1"]), DIT), Path("runs/x"), DIT))
     assert "seed was 0" in text and "seed=0" in text and "--allow-change" in text and "model.depth" in text
 
 
@@ -186,8 +187,8 @@ def test_an_open_horizon_may_not_move(schedule):
     for old, new in ((run("steps=500"), run("steps=900")), (run("steps=500"), run("steps=900", "optimizer.decay_steps=500")),
                      (run("steps=500", "optimizer.decay_steps=400"), run("steps=900", "optimizer.decay_steps=400")),
                      (run("steps=500", "optimizer.decay_steps=500"), run("steps=500"))):
-        assert bool(recipe.refused(old, new)) == changes_the_past(old, new)
-    text = str(recipe.refusals(recipe.refused(run("steps=500"), run("steps=900")), Path("runs/x")))
+        assert bool(recipe.refused(old, new, DIT)) == changes_the_past(old, new)
+    text = str(recipe.refusals(recipe.refused(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT))
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text
 
 

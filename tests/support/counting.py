@@ -7,18 +7,17 @@ pixel a number of the seed's own. `start` is 3 * seed, or one above the last fra
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from dstrain import recipe, rng
 from dstrain.recipe import Run
-from dstrain.systems.base import Batch, Nets, Request, System, Terms
+from dstrain.systems.base import Batch, Nets, Request, System, SystemConfig, Terms
 
 SIZE = (5, 6)                                     # height and width
 
 
-class Config(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Config(SystemConfig):
+    learns_from = ("clips",)
 
     num_frames: int = 5
     temporal_patch_size: int = 2
@@ -97,9 +96,9 @@ def build(config: Config) -> System:
 
 
 def folder(path: Path, samples: dict | None = None, **model) -> Path:
-    """A run's folder as far as its recipe goes, for systems.NAMES["counting"]."""
+    """A run's folder as far as its recipe goes, of the system tests.support.counting."""
     path.mkdir()
-    run = Run(name="counting", system="counting", folder=path, model=Config(**model).model_dump(),
+    run = Run(name="counting", system="tests.support.counting", folder=path, model=Config(**model).model_dump(),
               data={"num_frames": model.get("num_frames", 5), "height": SIZE[0], "image_size": SIZE[1],
                     "channels": model.get("channels", 1), "flip": False}, samples=samples or {})
     (path / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
@@ -107,10 +106,8 @@ def folder(path: Path, samples: dict | None = None, **model) -> Path:
 
 
 def register(patch) -> None:
-    """Puts the system among the others and its network, which is always the same, in the place of checkpoints."""
-    from dstrain import systems
+    """Puts its network, which is always the same, in the place of checkpoints."""
     from dstrain.runs import trained
 
-    patch.setitem(systems.NAMES, "counting", "tests.support.counting")
     patch.setattr(trained, "checkpoint", lambda folder, step=None: folder)
     patch.setattr(trained, "networks", lambda system, *_: system.networks())

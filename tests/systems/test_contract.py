@@ -7,78 +7,16 @@ import torch
 
 from dstrain import rng, systems
 from dstrain.systems.base import Request, System
-from tests.support import tokenizers
-
-TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
-        "num_classes": 10}
-
-UNET = {"image_size": 8, "in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 1],
-        "attention_resolutions": [4], "num_heads": 2, "diffusion_steps": 50, "noise_schedule": "cosine"}
-
-TOKENS = {"num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8, "kl_weight": 1.0}
-POSTERIOR = {"block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1, "kl_weight": 0.1}
-PAIRS = {"image_embed_dim": 12, "max_text_len": 4, "depth": 2, "heads": 2, "dim_head": 16, "text_cond_drop_prob": 0.5,
-         "timesteps": 50, "evaluate_steps": [3]}
-PATCHES = {"discriminator": {"n_layers": 2, "base_channels": 16}}
-CLIPS = {"image_size": 16, "num_frames": 5, "channels": 1, "dim": 32, "codebook_size": 64, "spatial_depth": 1,
-         "temporal_depth": 1, "dim_head": 8, "heads": 2}
-TOKEN_CLIPS = {"token_shape": [3, 2, 2], "codebook_size": 64, "temporal_patch_size": 2, "dim": 32, "depth": 2, "heads": 2,
-               "dim_head": 8, "num_words": 50, "max_text_len": 4, "cond_drop_prob": 0.5}
-
-# Small configs of every system; a system that is added to NAMES must be added here.
-CASES = {
-    "dit": [TINY, TINY | {"objective": "flow", "learn_sigma": False}, TINY | {"recompute": True, "in_channels": 4},
-            TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}}],
-    "iddpm": [UNET | {"learn_sigma": True, "class_cond": True, "num_classes": 10},
-              UNET | {"learn_sigma": True, "use_kl": True, "schedule_sampler": "loss-second-moment"},
-              UNET | {"small_size": 4, "class_cond": True, "num_classes": 3, "use_scale_shift_norm": False},
-              UNET | {"in_channels": 3, "predict_xstart": True, "sigma_small": True, "recompute": True}],
-    "vae": [{"image_size": 16, "channels": 3, "discrete": TOKENS | {"num_resnet_blocks": 1}},
-            {"image_size": 8, "channels": 4, "discrete": TOKENS | {"sampling": "reinmax",
-                                                                  "reconstruction": "logit_laplace"}},
-            {"image_size": 16, "channels": 1, "kl": POSTERIOR | PATCHES},
-            {"image_size": 8, "channels": 3, "kl": POSTERIOR | {"reconstruction": "mse", "quant_conv": False}}],
-    "prior": [PAIRS, PAIRS | {"self_cond": True, "prediction": "v", "loss": "huber", "recompute": True},
-              PAIRS | {"max_text_len": 0, "text_cond_drop_prob": 0, "prediction": "eps", "loss": "l1",
-                       "beta_schedule": "sigmoid", "norm_in": True, "embedding_proj_norm": True}],
-    "phenaki.tokenizer": [CLIPS, CLIPS | PATCHES | {"image_size": [16, 24], "channels": 3, "recompute": True},
-                          CLIPS | {"quantizer": "cosine", "codebook_size": 50, "codebook_dim": 4}],
-    "phenaki": [TOKEN_CLIPS, TOKEN_CLIPS | {"critic": "token", "text_encodings_dim": 6, "recompute": True},
-                TOKEN_CLIPS | {"critic": "self", "unconditional": True, "peg": False, "gradient_shrink": 0.5}],
-}
-
-
-def request_of(case, system, seeds):
-    """Four steps, as each system is drawn from: guided where it can be, from data where it must."""
-    name, config = case
-    seeds = torch.tensor(seeds)
-    if name == "dit":
-        return Request(seeds, {}, 4, "heun" if config.get("objective") == "flow" else "ddpm", guidance_scale=1.5)
-    if name == "phenaki":
-        texts = system.encode(system.synthetic(16))
-        conditions = {key: texts[key][seeds] for key in ("words", "text_encodings", "text_mask") if key in texts}
-        return Request(seeds, conditions, 4, system.config.samplers[-1], 1.5 if conditions else 1.0)
-    conditions = {}
-    if name == "prior":
-        texts = system.synthetic(16)
-        conditions = {name: texts[name][seeds] for name in ("text_embed", "text_encodings", "text_mask") if name in texts}
-    if system.starts_from_data:
-        shown = system.synthetic(16)["image"][seeds]
-        conditions = system.conditions_from(shown) | {"label": seeds % 3}
-    return Request(seeds, conditions, 4, "ddpm")
+from tests.support.cases import CASES, modules
+from tests.support.cases import request as request_of
 
 
 @pytest.fixture(params=[(name, index) for name, cases in CASES.items() for index in range(len(cases))],
                 ids=lambda case: f"{case[0]}-{case[1]}")
-def case(request):
+def case(request, tmp_path):
     name, index = request.param
-    config = CASES[name][index]
-    return name, config | ({"tokenizer": {"path": request.getfixturevalue("tokenizer")}} if name == "phenaki" else {})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return str(tokenizers.save(tmp_path_factory.mktemp("tokenizer")))
+    completed = getattr(modules()[name], "completed", lambda config, folder: config)
+    return name, completed(CASES[name][index], tmp_path)
 
 
 @pytest.fixture
@@ -102,8 +40,8 @@ def take(tensors, index):
 
 
 def test_every_system_is_tested():
-    """Oracle: the table of systems."""
-    assert set(CASES) == set(systems.NAMES)
+    """Oracle: the folders of dstrain/systems that hold a system.py."""
+    assert set(CASES) == set(systems.names())
 
 
 def test_unknown_system():
@@ -221,7 +159,7 @@ def test_other_keys_draw_other_noise(case, system):
     batch["key"] = rng.keys(1, 1, torch.arange(3))
     two = system.evaluate(nets, system.encode(batch))["loss"]
     same = torch.isclose(one, two)
-    assert one.shape == (3,) and bool(same.all() if case[0] == "phenaki.tokenizer" else not same.any())
+    assert one.shape == (3,) and bool(not same.any() if getattr(modules()[case[0]], "EVALUATES_BY_KEYS", True) else same.all())
 
 
 def test_sample(case, system):
@@ -231,13 +169,13 @@ def test_sample(case, system):
         with pytest.raises(ValueError, match="draws no samples"):
             system.sample(nets, Request(torch.arange(1)))
         return
-    request = lambda seeds: request_of(case, system, seeds)
+    drawn = lambda seeds: system.sample(nets, request_of(case[0], system, seeds))
     torch.manual_seed(1)
-    whole = system.sample(nets, request([3, 1, 4, 15]))
+    whole = drawn([3, 1, 4, 15])
     torch.manual_seed(2)
     assert whole.dtype == (torch.uint8 if system.generates else torch.float32) and whole.shape[0] == 4
-    assert torch.equal(system.sample(nets, request([3, 1, 4, 15])), whole)
-    alone = torch.cat([system.sample(nets, request([seed])) for seed in (15, 4, 1, 3)]).flip(0)
+    assert torch.equal(drawn([3, 1, 4, 15]), whole)
+    alone = torch.cat([drawn([seed]) for seed in (15, 4, 1, 3)]).flip(0)
     if system.generates:
         assert int((alone.int() - whole.int()).abs().max()) <= 1
     else:

@@ -1,33 +1,27 @@
 """What determines a DiT: one line for each field."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
-from dstrain.recipe import ConfigError
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
+from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.network import SIZES
 
 SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
 
 
-class Section(recipe.Section):
-    """A part of a recipe, in which a field's description is the line below it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
 class FirstStage(Section):
     path: str
     """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
-    scaling_factor: float | None = Field(None, gt=0)
+    scaling_factor: Annotated[float | None, filled_in()] = Field(None, gt=0)
     """Latents are multiplied by it; None takes the autoencoder's own, and writes a folder's down."""
-    shift: float | None = None
+    shift: Annotated[float | None, filled_in()] = None
     """Subtracted before that; None as above."""
-    fingerprint: str | None = None
+    fingerprint: Annotated[str | None, filled_in("put the earlier autoencoder back at model.first_stage.path")] = None
     """The only autoencoder that is taken, see its fingerprint(); None takes any, and writes a folder's down."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
@@ -68,7 +62,9 @@ class Flow(Section):
     """The network sees t in [0, 1] times this."""
 
 
-class Config(Section):
+class Config(SystemConfig):
+    learns_from = ("images", "latents")
+
     size: Literal[tuple(SIZES)] | None = None
     """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""
     patch_size: int | None = Field(None, ge=1)
@@ -99,13 +95,13 @@ class Config(Section):
     """Read where objective is flow."""
     time_freq: Literal["official", "diffusers"] = "official"
     """Spacing of the timestep sinusoids: of the published weights, or of diffusers' DiTPipeline."""
-    guidance_channels: int | None = Field(None, ge=1)
+    guidance_channels: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1)
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
     """Autoencoder whose latents are modelled; None models what the data hold."""
-    codes: Codes | None = None
+    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
-    recompute: bool = False
+    recompute: Annotated[bool, MAY_CHANGE] = False
     """Compute blocks again in backward instead of keeping their activations."""
 
     @model_validator(mode="after")
@@ -146,7 +142,7 @@ class Config(Section):
             raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size, channels, and the latents that they hold."""
         said: dict[str, Any] = {"image_size": run.data.image_size}
         stage, codes = model.get("first_stage"), run.data.codes
@@ -167,18 +163,14 @@ class Config(Section):
                 stage = {"factor": max(run.data.image_size // codes.shape[1], 1), **stage}
         return {**said, **model, **ready, **({"first_stage": stage} if stage else {})}
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model."""
-        problems, known = [], SAMPLERS[self.objective]
-        if run.samples.sampler not in known:
-            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(known)}, which "
-                            f"model.objective={self.objective} has")
-        if self.objective == "diffusion" and run.samples.num_steps > self.diffusion.num_steps:
-            problems.append(f"samples.num_steps={run.samples.num_steps} is above model.diffusion.num_steps="
+    def conflicts(self, run: Run) -> list[str]:
+        problems, samples = self.unequal(run, image_size="image_size"), run.samples
+        if self.objective == "diffusion" and samples.num_steps > self.diffusion.num_steps:
+            problems.append(f"samples.num_steps={samples.num_steps} is above model.diffusion.num_steps="
                             f"{self.diffusion.num_steps}: take fewer")
-        if run.data.codes is not None and run.data.codes.kind != "latents":
-            problems.append(f"data.path={run.data.path} holds {run.data.codes.kind}, and dit models latents: encode "
-                            "with a KL autoencoder")
+        if samples.guidance_scale != 1 and not self.class_dropout_prob:
+            problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
+                            "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1")
         if self.codes is not None and self.first_stage is None and run.every.sample:
             problems.append(f"every.sample={run.every.sample}: pictures need the autoencoder that decodes the latents "
                             f"of {run.data.path}; set model.first_stage.path to its folder, or every.sample=0")
@@ -186,6 +178,10 @@ class Config(Section):
             problems.append(f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
                             "there is no model.first_stage between them: make both equal")
         return problems
+
+    @property
+    def num_labels(self) -> int:
+        return self.num_classes
 
     def network_shape(self) -> dict[str, int]:
         if self.size is not None:

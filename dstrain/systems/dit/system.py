@@ -130,19 +130,16 @@ class DiTSystem(System):
         Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. ConfigError: another sampler, more
         steps than the chain has, guidance of a model that was trained without dropped labels.
         """
-        if self.config.codes and not self.first_stage:
-            raise ConfigError("first_stage: these are latents, and no autoencoder decodes them; set "
-                              "model.first_stage.path to the folder of the one that encoded them")
-        if request.sampler not in self.samplers:
-            raise ConfigError(f"sampler: {request.sampler!r} does not fit objective {self.config.objective}; one of "
-                              f"{', '.join(self.samplers)}")
+        if problem := self.cannot_draw():
+            raise ConfigError(problem)
+        sampler = self.sampler(request.sampler)
         keys = rng.keys_of_seeds(request.seeds)
         x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
         if self.config.objective == "flow":
-            x_start = self._flow(network, x, request)
+            x_start = self._flow(network, x, sampler, request.num_steps)
         else:
-            x_start = self._chain(network, x, request, keys)
+            x_start = self._chain(network, x, sampler, request.num_steps, keys)
         pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
@@ -155,18 +152,24 @@ class DiTSystem(System):
         return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
                                self.config.guidance_channels)
 
-    def _chain(self, network: Network, x: Tensor, request: Request, keys: Tensor) -> Tensor:
-        ddim, clip = request.sampler == "ddim", self.models_pixels()
-        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, request.num_steps, ddim))
+    def cannot_draw(self) -> str | None:
+        if self.config.codes and not self.first_stage:
+            return ("first_stage: these are latents, and no autoencoder decodes them; set model.first_stage.path to "
+                    "the folder of the one that encoded them")
+        return None
+
+    def _chain(self, network: Network, x: Tensor, sampler: str, count: int, keys: Tensor) -> Tensor:
+        ddim, clip = sampler == "ddim", self.models_pixels()
+        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, count, ddim))
         if ddim:
             return samplers.ddim(chain, network, x, clip_denoised=clip)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
         return samplers.ancestral(chain, network, x, noise, clip_denoised=clip)
 
-    def _flow(self, network: Network, x: Tensor, request: Request) -> Tensor:
-        if request.sampler == "euler":
-            return self.flow.euler(network, x, request.num_steps)
-        return self.flow.heun(network, x, max(request.num_steps // 2, 1))        # two evaluations a step
+    def _flow(self, network: Network, x: Tensor, sampler: str, count: int) -> Tensor:
+        if sampler == "euler":
+            return self.flow.euler(network, x, count)
+        return self.flow.heun(network, x, max(count // 2, 1))                    # two evaluations a step
 
     def models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""

@@ -31,7 +31,9 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 
-TOLERATED = {"chain": 1e-3}                       # relative; rounding errors grow along a chain
+# Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
+# on CPUs with a poor exp 1e-4. Rounding errors grow along a chain.
+TOLERATED = {"with label": 3e-4, "without label": 3e-4, "chain": 5e-3}
 _NULL = 1000                                      # the row of "no label" in DiTPipeline
 _COUNT, _IN_CHAIN = 4, 2                          # samples compared in one prediction, and along a chain
 _SCALE, _FLOW_STEPS = 1.5, 5                      # of a compared chain: guidance scale, and Euler steps

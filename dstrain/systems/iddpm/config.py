@@ -1,13 +1,13 @@
 """What determines an IDDPM: one line for each field, under the names of the original's flags."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dstrain import recipe
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
-from dstrain.recipe import ConfigError
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run
+from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
 
 SAMPLERS = ("ddpm", "ddim")
@@ -15,9 +15,7 @@ SAMPLERS = ("ddpm", "ddim")
 CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
 
 
-class Config(recipe.Section):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
+class Config(SystemConfig):
     image_size: int = Field(64, ge=1)
     """Side of the images in pixels; with small_size that of the large ones."""
     small_size: int | None = Field(None, ge=1)
@@ -46,14 +44,14 @@ class Config(recipe.Section):
     """Number of labels; read where class_cond is set."""
     use_scale_shift_norm: bool = True
     """Whether the condition scales and shifts normalized values, rather than being added before."""
-    recompute: bool = False
+    recompute: Annotated[bool, MAY_CHANGE] = False
     """Compute blocks again in backward instead of keeping their activations (the original's use_checkpoint)."""
 
     diffusion_steps: int = Field(1000, ge=1)
     """Timesteps of the training chain."""
     noise_schedule: Literal[schedule.SCHEDULES] = "linear"
     """Name of the betas; the paper's are linear and cosine."""
-    timestep_respacing: str = ""
+    timestep_respacing: Annotated[str, MAY_CHANGE] = ""
     """Timesteps of samples and bits/dim: "250", "ddim50", sections "10,15,20", "" for all. Training takes all."""
     use_kl: bool = False
     """Descend the variational bound (L_vlb) rather than the squared error."""
@@ -124,7 +122,7 @@ class Config(recipe.Section):
         schedule.betas(self.noise_schedule, self.diffusion_steps)               # some schedules need more steps
         try:
             self.respaced_steps()
-        except ConfigError as error:
+        except ValueError as error:
             raise ConfigError(f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
                               f"diffusion_steps ({error}); write 250, ddim50 or sections as 10,15,20") from None
         return self
@@ -139,23 +137,12 @@ class Config(recipe.Section):
                                   "attention; take another number of heads or num_channels")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size and channels."""
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model}
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model."""
-        problems, samples = [], run.samples
-        for key, data, model in (("image_size", run.data.image_size, self.image_size),
-                                 ("channels", run.data.channels, self.in_channels)):
-            if data != model:
-                own = "in_channels" if key == "channels" else key
-                problems.append(f"data.{key}={data} and model.{own}={model} differ: make both equal")
-        if run.data.codes is not None:
-            problems.append(f"data.path={run.data.path} holds cached {run.data.codes.kind}, and iddpm models pixels: "
-                            "name a folder of images")
-        if samples.sampler not in SAMPLERS:
-            problems.append(f"samples.sampler={samples.sampler} is none of {', '.join(SAMPLERS)}")
+    def conflicts(self, run: Run) -> list[str]:
+        problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
         if samples.num_steps > self.diffusion_steps:
             problems.append(f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
                             f"{self.diffusion_steps}: take fewer")
@@ -167,6 +154,10 @@ class Config(recipe.Section):
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
+
+    @property
+    def num_labels(self) -> int | None:
+        return self.num_classes if self.class_cond else None
 
     # ----------------------------------------------------------------------------------------- what the flags amount to
 

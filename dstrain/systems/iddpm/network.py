@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dstrain.nn.attention import attend
 from dstrain.nn.layers import timestep_features
 
 GROUPS = 32                                       # of every normalization
@@ -171,7 +172,7 @@ class AttentionBlock(nn.Module):
         tokens = self.norm(x).flatten(2).transpose(1, 2)                                          # (B, N, C)
         qkv = self.qkv(tokens).view(batch, height * width, self.num_heads, 3, channels // self.num_heads)
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)                                  # (B, h, N, d) each
-        h = F.scaled_dot_product_attention(query, key, value)                                     # (B, h, N, d)
+        h = attend(query, key, value)                                                             # (B, h, N, d)
         h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))             # (B, N, C)
         return x + h.transpose(1, 2).reshape(x.shape)
 

@@ -137,11 +137,10 @@ class IDDPMSystem(System):
         Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). ConfigError: it is
         missing, another sampler, more steps than the chain has, labels that are no class, guidance.
         """
-        if request.sampler not in SAMPLERS:
-            raise ConfigError(f"sampler: {request.sampler!r} is unknown; one of {', '.join(SAMPLERS)}")
+        sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        chain = self._chain(self._spec(request))
+        chain = self._chain(self._spec(sampler, request.num_steps))
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -150,18 +149,18 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        if request.sampler == "ddim":
+        if sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
         else:
             noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
             x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
         return _levels(x_start)
 
-    def _spec(self, request: Request) -> str:
+    def _spec(self, sampler: str, count: int) -> str:
         """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
-        if self.config.timestep_respacing and request.num_steps == self.config.respaced_steps():
+        if self.config.timestep_respacing and count == self.config.respaced_steps():
             return self.config.timestep_respacing
-        return schedule.even_spec(self.config.diffusion_steps, request.num_steps, request.sampler == "ddim")
+        return schedule.even_spec(self.config.diffusion_steps, count, sampler == "ddim")
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 

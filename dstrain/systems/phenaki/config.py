@@ -1,26 +1,20 @@
 """What determines Phenaki's token models: one line for each field."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dstrain import recipe
-from dstrain.recipe import ConfigError
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
+from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki.decoding import Choices, NOISE_SCHEDULES
 
 SAMPLERS = ("confidence", "critic")
 
 
-class Section(recipe.Section):
-    """A part of a recipe, in which a field's description is the line below it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
 class Tokenizer(Section):
-    path: str
+    path: Annotated[str, filled_in()]
     """Folder of a trained tokenizer: launch/export.py RUN --format safetensors --out FOLDER."""
-    fingerprint: str | None = None
+    fingerprint: Annotated[str | None, filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
     """The only tokenizer that is taken; None takes any, and writes a folder's down."""
 
 
@@ -33,23 +27,25 @@ class Codes(Section):
     """Fingerprint of the tokenizer that they are of."""
     text: tuple[int, int] | None
     """Tokens and width of the text encodings beside them; None: there are none."""
-    text_encoder: str | None = None
+    text_encoder: Annotated[str | None, filled_in("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that these are of."""
 
 
 class Decoding(Section):
-    sample_temperature: float = Field(0.9, ge=0)
+    sample_temperature: Annotated[float, MAY_CHANGE] = Field(0.9, ge=0)
     """Of the drawn ids at the first step; falls to 0 at the last."""
-    confidence_temperature: float = Field(4.5, ge=0)
+    confidence_temperature: Annotated[float, MAY_CHANGE] = Field(4.5, ge=0)
     """Weight of the Gumbel noise on confidences at the first step; falls to 0 at the last."""
-    critic_noise: float = Field(1.0, ge=0)
+    critic_noise: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
     """Width of the uniform noise on the critic's logits."""
-    critic_noise_schedule: Literal[NOISE_SCHEDULES] = "decay"
+    critic_noise_schedule: Annotated[Literal[NOISE_SCHEDULES], MAY_CHANGE] = "decay"
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
 
-class Config(Section):
+class Config(SystemConfig):
     """Defaults are the sizes of lucidrains' README; token_shape and codebook_size come from the tokenizer or cache."""
+
+    learns_from = ("clips", "clip_tokens")
 
     token_shape: tuple[int, int, int]
     """Latent frames, height and width of the longest clip's tokens; filled in from the cache or the tokenizer."""
@@ -59,7 +55,7 @@ class Config(Section):
     """Frames of a latent frame behind the first, which is one frame; filled in as above."""
     tokenizer: Tokenizer | None = None
     """What encodes videos and decodes samples; None learns from cached tokens, and draws nothing."""
-    codes: Codes | None = None
+    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Tokens that data.path holds ready, filled in from its index."""
 
     dim: int = Field(512, ge=1)
@@ -76,20 +72,20 @@ class Config(Section):
     """Share of values dropped in attention and feed-forward."""
     gradient_shrink: float = Field(1.0, gt=0, le=1)
     """Share of the gradient that reaches the embeddings; the original's 0.1 steadies large models."""
-    recompute: bool = False
+    recompute: Annotated[bool, MAY_CHANGE] = False
     """Compute blocks again in backward instead of keeping their activations."""
-    loss_chunk: int = Field(512, ge=1)
+    loss_chunk: Annotated[int, MAY_CHANGE] = Field(512, ge=1)
     """Masked tokens whose logits stand in memory at once."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all ids."""
 
     unconditional: bool = False
     """Reads no texts and has no weights for them."""
-    text_encoder: str | None = None
+    text_encoder: Annotated[str | None, filled_in()] = None
     """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
-    text_encoder_fingerprint: str | None = None
+    text_encoder_fingerprint: Annotated[str | None, filled_in()] = None
     """The only text encoder that is taken; filled in from the cache; None takes any."""
     max_text_len: int = Field(64, ge=1)
     """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
@@ -160,11 +156,11 @@ class Config(Section):
                               "this one")
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what tokenizer and cache say where it is silent."""
         said: dict[str, Any] = {}
         stage, codes = model.get("tokenizer"), run.data.codes
-        frames = getattr(run.data, "num_frames", None) or 1
+        frames = run.data.num_frames or 1
         tokens = codes is not None and codes.kind == "tokens"
         if not stage and not tokens and not model.get("token_shape"):
             raise ConfigError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
@@ -178,12 +174,12 @@ class Config(Section):
         # Always the index's: a written-down section may be of another cache.
         ready: dict[str, Any] = {"codes": None}
         if tokens:
-            ready = {"codes": {"shape": codes.shape, **{name: getattr(codes, name, None) for name in (
+            ready = {"codes": {"shape": codes.shape, **{name: getattr(codes, name) for name in (
                 "codebook_size", "first_stage", "text", "text_encoder")}}}
             said["token_shape"] = codes.shape
             if codes.shape[0] > 1 and frames > 1:
                 said.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
-            if getattr(codes, "codebook_size", None):
+            if codes.codebook_size:
                 said["codebook_size"] = codes.codebook_size
             hashes = "text_encodings_dim" in model and model["text_encodings_dim"] is None
             if ready["codes"]["text"] and not model.get("unconditional") and not hashes:
@@ -191,24 +187,20 @@ class Config(Section):
                          "text_encoder_fingerprint": ready["codes"]["text_encoder"]}
         return {**said, **model, **ready, **({"tokenizer": stage} if stage else {})}
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model."""
+    def conflicts(self, run: Run) -> list[str]:
         problems, samples = [], run.samples
         drawn = run.every.sample and self.tokenizer is not None
-        if drawn and samples.sampler not in self.samplers:
-            problems.append(f"samples.sampler={samples.sampler} is none of {', '.join(self.samplers)}: write "
-                            f"samples.sampler={self.samplers[-1]}")
         if samples.guidance_scale != 1 and not self.has_null:
             problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                             "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25")
         if self.train == "critic" and run.init_from is None:
             problems.append("model.train=critic: the critic would judge what untrained weights draw: give the run of a "
                             "trained MaskGit, init_from=RUN")
-        prompts = getattr(samples, "prompts", None)
+        prompts = samples.prompts
         if prompts and self.unconditional:
             problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "
                             "other")
-        given = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name, None)]
+        given = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name)]
         if given and run.every.sample and self.tokenizer is None:
             problems.append(f"{', '.join(given)}: no tokenizer is named that decodes what is drawn; set "
                             "model.tokenizer.path to its folder, or every.sample=0")
@@ -218,10 +210,25 @@ class Config(Section):
         if drawn and not prompts and not self.unconditional and not self.cond_drop_prob:
             problems.append("samples.prompts: this model has no null text to draw without, since model.cond_drop_prob "
                             "is 0; give prompts")
-        if run.data.codes is not None and (run.data.codes.kind != "tokens" or len(run.data.codes.shape) != 3):
-            problems.append(f"data.path={run.data.path} holds {run.data.codes.kind} of images, and phenaki models "
-                            "tokens of videos: encode videos with a phenaki.tokenizer")
         return problems
+
+    @classmethod
+    def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
+                      tokenizer: str | None = None) -> dict[str, Any]:
+        changed: dict[str, Any] = {}
+        if text_encoder is not None:
+            if model.get("unconditional"):
+                raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
+            if model.get("text_encodings_dim") is None:
+                raise ConfigError("--text-encoder: the model hashes words and reads no encoder; leave it out")
+            changed["text_encoder"] = text_encoder
+        if tokenizer is not None:
+            changed["tokenizer"] = (model.get("tokenizer") or {}) | {"path": tokenizer}
+        return model | changed
+
+    @property
+    def num_ids(self) -> int:
+        return self.codebook_size
 
     @property
     def samplers(self) -> tuple[str, ...]:

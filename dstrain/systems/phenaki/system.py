@@ -102,12 +102,17 @@ class PhenakiSystem(System):
     def tokenizer(self, device: torch.device | None = None) -> Pretrained:
         """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
         if self._tokenizer is None:
-            if self.config.tokenizer is None:
-                raise ConfigError("model.tokenizer: videos are to be encoded or decoded and no tokenizer is named; set "
-                                  "model.tokenizer.path to its folder (launch/export.py RUN --format safetensors)")
+            if problem := self.cannot_draw():
+                raise ConfigError(problem)
             self._tokenizer = Pretrained(self.config.tokenizer.path)
             self._tokenizer.require(self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
+
+    def cannot_draw(self) -> str | None:
+        if self.config.tokenizer is None:
+            return ("model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
+                    "to its folder (launch/export.py RUN --format safetensors), or give --tokenizer FOLDER")
+        return None
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -218,13 +223,10 @@ class PhenakiSystem(System):
         """uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
 
         Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); none draws without text. `prime`
-        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. Samplers: confidence, and critic
-        where there is one. ConfigError: frames that are too many or do not fit the temporal patch, guidance without a
-        null text, a sampler that is not there, no tokenizer.
+        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. ConfigError: frames that are too
+        many or do not fit the temporal patch, guidance without a null text, no tokenizer.
         """
         config, device = self.config, request.seeds.device
-        if request.sampler not in config.samplers:
-            raise ConfigError(f"sampler: {request.sampler!r} is none of {', '.join(config.samplers)}")
         if request.guidance_scale != 1 and not config.has_null:
             raise ConfigError("guidance_scale: this model has no null text, since it is unconditional or its "
                               "cond_drop_prob is 0; sample with guidance_scale 1")
@@ -252,9 +254,10 @@ class PhenakiSystem(System):
         predict = lambda x, uniforms, temperature: network.predict(
             x, real, text, uniforms, temperature, request.guidance_scale)
         criticize = None
-        if request.sampler == "critic" and self.config.critic == "self":
+        led_by_critic = self.sampler(request.sampler) == "critic"
+        if led_by_critic and self.config.critic == "self":
             criticize = lambda x: network.criticize(x, real, text)
-        elif request.sampler == "critic":
+        elif led_by_critic:
             criticize = lambda x: nets["critic"](x, real, None, **text)
         if real is not None:
             given = given | ~real[:, :, None, None]
@@ -264,9 +267,7 @@ class PhenakiSystem(System):
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Texts without a word, (num, ...): what is drawn where nothing is said. ConfigError: the model has no such, or
-        labels are given.
-        """
+        """Texts without a word, (num, ...). ConfigError: the model has none such, or labels are given."""
         if labels is not None:
             raise ConfigError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
                               + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
@@ -277,7 +278,6 @@ class PhenakiSystem(System):
         return not self.config.unconditional
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """What is read of texts, on the CPU. ConfigError: unconditional, or no encoder is named."""
         return self.texts.of_texts(texts)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:

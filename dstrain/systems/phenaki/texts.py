@@ -102,7 +102,7 @@ class Reader:
         if self.encoder is None:
             if self.config.text_encoder is None:
                 raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                  "hub name of the encoder that made the data's text encodings")
+                                  "hub name of the encoder of the data's encodings (generate: --text-encoder)")
             encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
             expected = self.config.text_encoder_fingerprint
             if expected is not None and (loaded := encoder.fingerprint()) != expected:

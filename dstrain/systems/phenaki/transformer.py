@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
@@ -132,9 +133,7 @@ class Attention(nn.Module):
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
         added = _added(bias, mask, causal, query, key.shape[2])
-        out = F.scaled_dot_product_attention(
-            query, key, value, added, self.dropout if self.training else 0.0, is_causal=causal and added is None,
-            scale=_SCALE)
+        out = attend(query, key, value, added, self.dropout if self.training else 0.0, causal and added is None, _SCALE)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
         return self.to_out(out.transpose(1, 2).flatten(2))

@@ -1,21 +1,21 @@
 """What determines a diffusion prior: one line for each field."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dstrain import recipe
 from dstrain.diffusion.schedule import SCHEDULES
-from dstrain.recipe import ConfigError
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in
+from dstrain.systems.base import SystemConfig
 
 SAMPLERS = ("ddpm", "ddim")
 LOSSES = ("l2", "l1", "huber")
 
 
-class Config(recipe.Section):
+class Config(SystemConfig):
     """Defaults are the published sizes of lucidrains' example: CLIP ViT-L/14, 12 blocks of width 768."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    learns_from = ("pairs",)
 
     image_embed_dim: int = Field(768, ge=1)
     """Width of an image embedding."""
@@ -39,7 +39,7 @@ class Config(recipe.Section):
     """A LayerNorm before the text embedding's projection."""
     self_cond: bool = False
     """Whether the network sees its previous prediction (in training half of the samples; Chen et al. 2022)."""
-    recompute: bool = False
+    recompute: Annotated[bool, MAY_CHANGE] = False
     """Compute blocks again in backward instead of keeping their activations."""
 
     beta_schedule: Literal[SCHEDULES] = "cosine"
@@ -68,12 +68,12 @@ class Config(recipe.Section):
     """Samples are brought to the length of the data."""
     init_image_embed_l2norm: bool = False
     """A chain begins from noise of the data's length."""
-    num_candidates: int = Field(2, ge=1)
+    num_candidates: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
     """Samples drawn for each text, of which the one nearest to the text embedding is kept."""
 
-    text_encoder: str | None = None
+    text_encoder: Annotated[str | None, filled_in()] = None
     """Folder or hub name of the encoder of captions: read for prompts, and where the data hold no text embeddings."""
-    evaluate_steps: tuple[int, ...] = ()
+    evaluate_steps: Annotated[tuple[int, ...], MAY_CHANGE] = ()
     """Steps of the chains whose similarities are measured on held-out data in training; () measures the loss alone."""
 
     @model_validator(mode="after")
@@ -101,11 +101,8 @@ class Config(recipe.Section):
             raise ConfigError("heads * dim_head is the width, which must be 2 at least")
         return self
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model."""
+    def conflicts(self, run: Run) -> list[str]:
         problems = []
-        if run.samples.sampler not in SAMPLERS:
-            problems.append(f"samples.sampler={run.samples.sampler} is none of {', '.join(SAMPLERS)}")
         if run.samples.num_steps > self.timesteps:
             problems.append(f"samples.num_steps={run.samples.num_steps} is above model.timesteps={self.timesteps}: "
                             "take fewer")
@@ -113,6 +110,12 @@ class Config(recipe.Section):
             problems.append(f"samples.guidance_scale={run.samples.guidance_scale} needs a model that was trained "
                             "without texts at times: write samples.guidance_scale=1, or model.text_cond_drop_prob=0.1")
         return problems
+
+    @classmethod
+    def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
+                      tokenizer: str | None = None) -> dict[str, Any]:
+        changed = {} if text_encoder is None else {"text_encoder": text_encoder}
+        return super().with_encoders(model | changed, tokenizer=tokenizer)
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of PriorTransformer."""

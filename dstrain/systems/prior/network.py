@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, timestep_features
 
 EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
@@ -135,7 +136,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, count, width = x.shape
         split = lambda y: y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
-        x = F.scaled_dot_product_attention(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
+        x = attend(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
         return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
 
 

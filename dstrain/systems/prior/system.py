@@ -129,7 +129,7 @@ class PriorSystem(System):
         if self._encoder is None:
             if self.config.text_encoder is None:
                 raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
-                                  "hub name of the encoder that made the data's text embeddings")
+                                  "hub name of the encoder of the data's embeddings (generate: --text-encoder)")
             self._encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len or None)
         return self._encoder.to(device)
 
@@ -207,8 +207,6 @@ class PriorSystem(System):
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
-        if request.sampler not in SAMPLERS:
-            raise ConfigError(f"sampler: {request.sampler!r} does not fit a prior; one of {', '.join(SAMPLERS)}")
         conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
         drawn = self._draw(nets, conditions, keys, request, count)                                # (count, N, D)
@@ -228,7 +226,7 @@ class PriorSystem(System):
         x = normal("start")                                                                       # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
-        if request.sampler == "ddim":
+        if self.sampler(request.sampler) == "ddim":
             x = samplers.ddim(chain, network, x, progress=progress)
         else:
             x = samplers.ancestral(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)

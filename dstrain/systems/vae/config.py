@@ -3,21 +3,15 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.perceptual import REMEDY
 from dstrain.nn.quantize import SAMPLINGS
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Run, Section
+from dstrain.systems.base import SystemConfig
 
 RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
-
-
-class Section(recipe.Section):
-    """A part of a recipe, in which a field's description is the line below it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Temperature(Section):
@@ -133,7 +127,7 @@ class KL(Section):
         return self.perceptual is not None and self.perceptual.weight > 0
 
 
-class Config(Section):
+class Config(SystemConfig):
     image_size: int = Field(256, ge=1)
     """Side of the images in pixels; a multiple of `factor`, 2 to the number of halvings."""
     channels: Literal[1, 3, 4] = 3
@@ -182,19 +176,16 @@ class Config(Section):
         return self.channels, self.image_size, self.image_size
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
-        missing = []
+    def conflicts(self, run: Run) -> list[str]:
+        problems = self.unequal(run, image_size="image_size", channels="channels")
         if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():
-            missing = [f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}"]
+            problems.append(f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
-            missing.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
-                           "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "
-                           "what a rank takes at a time, or model.discrete.kl_form=per_sample")
-        return missing + [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
-                for name, ours, theirs in (("image_size", self.image_size, run.data.image_size),
-                                           ("channels", self.channels, run.data.channels)) if ours != theirs]
+            problems.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
+                            "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "
+                            "what a rank takes at a time, or model.discrete.kl_form=per_sample")
+        return problems

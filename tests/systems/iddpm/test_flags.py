@@ -81,14 +81,9 @@ def test_completed_and_conflicts():
     for model, samples, words in (
             ({"image_size": 16, "attention_resolutions": [8]}, {}, "data.image_size=8 and model.image_size=16"),
             ({"in_channels": 3}, {}, "data.channels=1 and model.in_channels=3"),
-            ({}, {"sampler": "heun"}, "samples.sampler=heun"),
             ({}, {"num_steps": 21}, "samples.num_steps=21 is above model.diffusion_steps=20"),
             ({"timestep_respacing": "5"}, {}, "samples.num_steps=10 and model.timestep_respacing=5"),
             ({}, {"guidance_scale": 2.0}, "samples.guidance_scale=2: the network has no null label"),
             ({}, {"labels": [1]}, "model.class_cond is false")):
         found = conflicts(model, samples)
         assert len(found) == 1 and words in found[0]
-    codes = {"kind": "latents", "shape": [4, 8, 8], "flips": 1, "scaling_factor": 1.0, "first_stage": "x"}
-    run = Run(data=Data(image_size=8, channels=1, codes=codes), samples=Samples(num_steps=9))
-    found = Config(**TINY).conflicts(run)
-    assert len(found) == 1 and "holds cached latents, and iddpm models pixels" in found[0]

@@ -16,6 +16,8 @@ from dstrain.systems.base import Request
 from dstrain.systems.iddpm import to_diffusers, weights
 from tests.support.checkpoints import edited, lacking
 
+pytestmark = pytest.mark.usefixtures("exact_timesteps")
+
 SMALL = {"image_size": 8, "num_channels": 32, "channel_mult": [1, 2, 2], "num_res_blocks": 1,
          "attention_resolutions": [4, 2], "num_heads": 4, "in_channels": 3}
 FILE = "diffusion_pytorch_model.safetensors"

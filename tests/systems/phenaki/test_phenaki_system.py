@@ -454,7 +454,7 @@ def test_data_that_do_not_fit(tokenizer):
              {"tokens": tokens[:2]}),
             ("codebook_size 64: the data hold the token 64", build(unconditional=True), {"tokens": tokens + 64}),
             ("give neither", build(), {"label": 3}),
-            ("no tokenizer is named; set model.tokenizer.path", build(unconditional=True),
+            ("no tokenizer is named .* set model.tokenizer.path", build(unconditional=True),
              {"video": torch.zeros(5, 1, 16, 16, dtype=torch.uint8)}),
             (r"frames are \(3, 16, 16\)", build(unconditional=True, tokenizer={"path": tokenizer}),
              {"video": torch.zeros(5, 3, 16, 16, dtype=torch.uint8)}),
@@ -476,12 +476,12 @@ def test_samples_that_cannot_be(tokenizer):
     plain, silent_ = build(tokenizer={"path": tokenizer}), build(unconditional=True)
     certain = build(cond_drop_prob=0, tokenizer={"path": tokenizer})
     for words, system, changes in (
-            ("no tokenizer is named", silent_, {}), ("'ddim' is none of confidence", plain,
+            ("no tokenizer is named", silent_, {}), ("sampler=ddim is none of confidence", plain,
                                                      {"sampler": "ddim"}),
-            ("'critic' does not fit", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
+            ("sampler=critic is none of", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
             ("no null text", certain, {"guidance_scale": 2.0}), ("draws for texts alone", certain, {}),
             ("2 frames do not fit the temporal patch of 2", plain, {"conditions": {"prime": frames(2)}}),
-            ("nothing is left to draw", plain, {"conditions": {"prime": frames(5)}}),
+            ("as many as are asked for", plain, {"conditions": {"prime": frames(5)}}),
             ("num_steps: 0", plain, {"num_steps": 0})):
         with pytest.raises(ValueError, match=words):
             system.sample(networks(system), request(system, **changes))
@@ -537,8 +537,6 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
 
 
 @pytest.mark.parametrize("changes, samples, words", [
-    ({}, {"sampler": "ddim"}, "samples.sampler=ddim is none of confidence: write samples.sampler=confidence"),
-    ({"critic": "self"}, {"sampler": "ddim"}, "write samples.sampler=critic"),
     ({"cond_drop_prob": 0}, {"sampler": "confidence", "guidance_scale": 3.0}, "model.cond_drop_prob=0.25"),
     ({"cond_drop_prob": 0}, {"sampler": "confidence"}, "no null text to draw without"),
     ({"unconditional": True}, {"sampler": "confidence", "prompts": ["a bag"]}, "reads none"),

@@ -104,16 +104,24 @@ def test_patches():
 
 @pytest.mark.parametrize("more", [{}, COSINE], ids=["lookup_free", "cosine"])
 def test_images_alone(more):
-    """Oracle: a gradient for every weight, 0 for those of later frames, and others elsewhere."""
+    """Oracle: a gradient for every weight, 0 up to rounding for those of later frames, and others elsewhere.
+
+    Over one latent frame the weight of attention is 1 whatever the queries say, and a bias that all scores share says
+    nothing. That such a gradient, a difference of equal sums, is 0 to the last bit is so on some CPUs only.
+    """
     system = build(**more)
     nets, example = nets_of(system), system.encode({"image": torch.randint(0, 256, (4, 1, 8, 12), dtype=torch.uint8),
                                                     "key": torch.arange(4)})
     assert example["x_start"].shape == (4, 1, 1, 8, 12) and example["frames"].tolist() == [1] * 4
     system.loss("tokenizer", nets, example)["loss"].backward()
-    for name, weight in nets["tokenizer"].named_parameters():
+    weights = dict(nets["tokenizer"].named_parameters())
+    assert all(weight.grad is not None for weight in weights.values())
+    typical = torch.stack([weight.grad.abs().max() for weight in weights.values()]).median()
+    for name, weight in weights.items():
         later = name.startswith(("to_patch_emb.", "to_pixels."))
+        later |= name == "spatial_rel_pos_bias.net.4.bias"
         later |= "temporal" in name and ("to_q" in name or "q_norm" in name or "k_norm" in name)
-        assert weight.grad is not None and bool((weight.grad == 0).all()) == later, name
+        assert bool((weight.grad.abs() < 1e-5 * typical).all()) == later, name
 
 
 def test_bfloat16_and_recompute():

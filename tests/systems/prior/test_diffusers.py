@@ -11,6 +11,8 @@ from dstrain.systems.base import Request
 from dstrain.systems.prior import to_diffusers
 from dstrain.systems.prior.network import PriorTransformer
 
+pytestmark = pytest.mark.usefixtures("exact_timesteps")
+
 SIZE = {"image_embed_dim": 12, "max_text_len": 5, "depth": 2, "heads": 2, "dim_head": 8}
 THEIRS = {"embedding_dim": 12, "num_embeddings": 5, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
 

@@ -1,16 +1,15 @@
 """What determines a tokenizer: one line for each field."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain import recipe
 from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.perceptual import REMEDY
-from dstrain.recipe import ConfigError
-from dstrain.systems.phenaki.config import Section
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section
+from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
 
 
@@ -47,7 +46,9 @@ class Discriminator(Section):
     """Of its slope at real frames; None: without."""
 
 
-class Config(Section):
+class Config(SystemConfig):
+    learns_from = ("clips", "images")
+
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 128
     """Pixels: one number, or [height, width]; patch_size divides each."""
     num_frames: int = Field(11, ge=1)
@@ -72,7 +73,7 @@ class Config(Section):
     """Heads of attention."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of values dropped in attention and in feed-forwards."""
-    recompute: bool = False
+    recompute: Annotated[bool, MAY_CHANGE] = False
     """Keep no activations inside blocks, compute them again in backward."""
     quantizer: Literal[QUANTIZERS] = "lookup_free"
     """lookup_free: signs of log2(codebook_size) numbers. cosine: the nearest of codebook_size learned unit vectors."""
@@ -142,30 +143,29 @@ class Config(Section):
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: recipe.Run) -> dict[str, Any]:
+    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent."""
         height, width = run.data.height or run.data.image_size, run.data.image_size
         return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
                 "channels": run.data.channels, **model}
 
     def conflicts_at(self, stage: int) -> list[str]:
-        """What does not go with a ZeRO stage."""
         penalty = self.discriminator and self.discriminator.penalty
         if stage < 3 or not penalty or penalty.form != "exact":
             return []
         return [f"model.discriminator.penalty.form=exact needs whole weights, ZeRO stage {stage} scatters them: write "
                 "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
 
-    def conflicts(self, run: recipe.Run) -> list[str]:
-        """What the recipe's other sections say that does not fit this model, and what training needs beside it."""
-        missing = []
+    def conflicts(self, run: Run) -> list[str]:
+        problems = self.unequal(run, channels="channels")
         if self.perceives and not Path(self.perceptual.path).expanduser().exists():
-            missing = [f"model.perceptual.path={self.perceptual.path}: no weights are there: {REMEDY}"]
+            problems.append(f"model.perceptual.path={self.perceptual.path}: no weights are there: {REMEDY}")
         height = run.data.height or run.data.image_size
         if self.size != (height, run.data.image_size):
-            missing.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
-                           f"model.image_size={list(self.size)} differ: make both equal")
-        return missing + [f"data.{name}={theirs} and model.{name}={ours} differ: make both equal"
-                          for name, ours, theirs in (("num_frames", self.num_frames, run.data.num_frames or 1),
-                                                     ("channels", self.channels, run.data.channels)) if ours != theirs]
+            problems.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
+                            f"model.image_size={list(self.size)} differ: make both equal")
+        if self.num_frames != (run.data.num_frames or 1):
+            problems.append(f"data.num_frames={run.data.num_frames or 1} and model.num_frames={self.num_frames} differ"
+                            ": make both equal")
+        return problems
 

@@ -1,0 +1,202 @@
+"""From what was typed to a checked job: every check that needs no DeepSpeed engine, before anything expensive."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain import recipe, systems
+from dstrain.engine import settings
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import folders
+from dstrain.systems.base import System
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What was typed."""
+
+    recipe: Path
+    ds_config: Path
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    print_config: bool = False
+    from_scratch: bool = False
+    allow_change: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, checked."""
+
+    run: Run
+    settings: dict[str, Any]                 # for deepspeed.initialize
+    remarks: list[str]                       # worth printing once
+
+
+def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
+    """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, then data and folder.
+
+    ConfigError: every problem that can be seen at this point. Data and folder are looked at where nothing else is
+    wrong, and on rank 0, since it takes time.
+    """
+    world, device_type = world or group.place().world, device_type or group.device().type
+    run, problems = checked(recipe.load(options.recipe, options.overrides))
+    problems += _path_problems(run)
+    resolved: dict[str, Any] = {}
+    remarks: list[str] = []
+    with _collecting(problems):
+        before = {} if options.from_scratch else folders.settings_before(run.directory)
+        resolved = settings.resolve(options.ds_config, run, world, device_type, before)
+    if not problems:
+        problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
+    if not problems and group.place().rank == 0:
+        with _collecting(problems):
+            remarks += _meet_data_and_folder(run, options)
+    if problems:
+        raise ConfigError(*problems)
+    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
+
+
+def checked(run: Run) -> tuple[Run, list[str]]:
+    """The Run with its data and model sections completed and checked, and what is wrong with it."""
+    from dstrain.data.sources import completed, require_kind
+
+    problems: list[str] = []
+    with _collecting(problems):
+        schema = systems.config_class(run.system)
+        run = run.model_copy(update={"data": completed(run.data)})
+        require_kind(run.data, run.system, schema.learns_from, systems.learners)
+        run = recipe.check(run, schema)
+        config = systems.config(run.system, run.model)
+        problems += _label_problems(run, config.num_labels) + config.conflicts(run)
+    return run, problems
+
+
+@contextmanager
+def _collecting(problems: list[str]) -> Iterator[None]:
+    """Adds the lines of a ConfigError that is raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _label_problems(run: Run, num_labels: int | None) -> list[str]:
+    unknown = [label for label in run.samples.labels or () if num_labels is not None and label >= num_labels]
+    if not unknown:
+        return []
+    return [f"samples.labels={list(run.samples.labels)}: {unknown} are not below model.num_classes={num_labels}; "
+            f"labels are 0 to {num_labels - 1}"]
+
+
+def _path_problems(run: Run) -> list[str]:
+    """What is wrong with the paths of a recipe."""
+    problems = [problem for key, path in (("data.path", run.data.path), ("data.held_out_path", run.data.held_out_path))
+                if path is not None and (problem := _data_path_problem(key, path))]
+    if run.data.held_out and run.data.path.startswith("builtin:"):
+        problems.append(f"data.held_out={run.data.held_out}: {run.data.path} holds out images itself: leave it out")
+    if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
+    if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
+        problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
+    problem = _folder_problem(run.directory)
+    return problems + ([problem] if problem else [])
+
+
+def _data_path_problem(key: str, path: str) -> str | None:
+    from dstrain.data.sources import BUILTINS
+
+    if path.startswith("builtin:"):
+        return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if not os.path.exists(path):
+        return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+    if os.path.isdir(path) and not any(os.scandir(path)):
+        return f"{key}={path} is an empty folder: give one with data, such as a folder of images a class"
+    return None
+
+
+def _folder_problem(folder: Path) -> str | None:
+    try:
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        return f"folder={str(folder)[:60]}...: {error.strerror}; name another folder"
+    if not existing.is_dir():
+        return f"folder={folder}: {existing} is a file; name another folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"folder={folder} cannot be written below {existing}: name a writable folder"
+    return None
+
+
+# --------------------------------------------------------------------------------- with the data and the folder at hand
+
+
+def _meet_data_and_folder(run: Run, options: JobOptions) -> list[str]:
+    """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
+
+    Gives remarks that are worth printing. ConfigError: the first problem.
+    """
+    from dstrain.data.sources import open_sources
+
+    source, held_out = open_sources(run.data, verify=True)
+    _require_held_out(run, held_out)
+    system = systems.build(run.system, run.model)
+    if run.data.flip and system.takes_texts and getattr(source, "captioned", False):
+        raise ConfigError(f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
+                          "would belie those that say left or right: write data.flip=false")
+    system.accepts(source)
+    _require_samples(run, system)
+    _require_labels(run, source)
+    remarks = _initial_weights(run, system, options)
+    folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch,
+                  allow_change=options.allow_change)
+    return remarks
+
+
+def _require_held_out(run: Run, held_out: Any) -> None:
+    from dstrain.data.sources import is_embeddings
+
+    if run.save.best and held_out is None:
+        remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
+        raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
+
+
+def _require_samples(run: Run, system: System) -> None:
+    """ConfigError: the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
+    samples, draws = run.samples, system.generates or not run.every.sample
+    if run.every.sample and system.generates:
+        system.sampler(samples.sampler, "samples.sampler")
+    if samples.prompts and not (system.takes_texts and draws):
+        raise ConfigError(f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out")
+    if samples.num_frames is not None:
+        if not (system.num_frames and draws):
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: {run.system} draws no videos; leave it out")
+        if (samples.num_frames - 1) % system.temporal_patch_size:
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: clips of this model have 1 + k * "
+                              f"{system.temporal_patch_size} frames")
+        if samples.num_frames > system.num_frames:
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: this model's clips have {system.num_frames} "
+                              "at most")
+    if samples.prompts and run.every.sample:
+        system.conditions_from_texts([samples.prompts[0]])
+
+
+def _require_labels(run: Run, source: Any) -> None:
+    known, classes = systems.config(run.system, run.model).num_labels, len(source.classes)
+    if known is not None and classes > known:
+        raise ConfigError(f"data.path={run.data.path} has {classes} classes, model.num_classes={known}: labels would "
+                          f"be out of range; write model.num_classes={classes}")
+
+
+def _initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
+    """What `init_from` would load, where the run begins by it. ConfigError: the weights do not fit."""
+    from dstrain.runs.weights import fitted
+
+    if run.init_from is None or options.from_scratch or folders.last_saved(run.directory):
+        return []
+    changes = [change for _, changed in fitted(run.init_from, system).values() for change in changed]
+    return [f"init_from: {change}" for change in changes] if options.dry_run else []

@@ -1,0 +1,83 @@
+"""Values that are not finite (NaN, infinity): everything that is done about them, and what stands elsewhere.
+
+    A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank.
+                DeepSpeed checks for it at stages 1 to 3, and in bf16 and fp16 at stage 0; in fp16 it then lowers the
+                loss scale as well. At stage 0 in fp32 it would apply the step, so `step` below checks first. Two
+                settings of DeepSpeed switch its check off; settings.remarks says so at the start.
+    The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
+                them in a row `SkippedSteps` raises FloatingPointError, which ends the run with exit code 3
+                (command/ending.py): its checkpoints are finite, and the user must change something.
+    A save      of weights that are not finite is refused by `check_weights`, with FloatingPointError too: it would push
+                out the good checkpoints. Such weights come from settings without the check, or from damaged memory.
+    Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
+                (track/meter.py). One sample's NaN in a term that is only reported stops nothing.
+    Evaluation  leaves nothing out: a held-out mean is NaN if one sample is, and never the best checkpoint's score.
+                launch/evaluate.py writes null for it and counts such samples as nonfinite_samples.
+    Data        with values that are not finite is refused where it is read or made (data/rows.py, caches/embeddings.py,
+                adopt.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dstrain.engine.masters import Masters
+from dstrain.ranks import group
+from dstrain.recipe import Run
+
+
+def step(masters: Masters) -> None:
+    """The optimizer's step after a backward pass; none, but counted, where a gradient is not finite."""
+    if masters.checks_gradients or not masters.engine.is_gradient_accumulation_boundary():
+        masters.engine.step()
+        return
+    # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
+    gradients = [weight.grad for weight in masters.engine.module.parameters() if weight.grad is not None]
+    masters.grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float()).item()
+    if math.isfinite(masters.grad_norm):
+        masters.engine.step()
+    else:
+        masters.skip_step()
+
+
+class SkippedSteps:
+    """The steps of a run that were not applied; `before` of them before it was resumed."""
+
+    def __init__(self, run: Run, before: int = 0):
+        self._run = run
+        self.total, self._in_a_row = before, 0
+
+    def count(self, applied: bool) -> None:
+        """Takes note of a step. FloatingPointError after more than faults.max_skipped in a row were not applied."""
+        if applied:
+            self._in_a_row = 0
+            return
+        self.total += 1
+        self._in_a_row += 1
+        if self._in_a_row > self._run.faults.max_skipped:
+            raise FloatingPointError(
+                f"{self._in_a_row} steps in a row had gradients that are not finite, and were skipped; the checkpoints "
+                f"in {self._run.directory} are finite. Lower optimizer.lr, set optimizer.clip, or use bf16 in place of "
+                "fp16, and give the same command with --allow-change")
+
+
+def check_weights(masters: Mapping[str, Masters], step: int, folder: Path) -> None:
+    """FloatingPointError on every rank if an fp32 weight on any rank is not finite. `folder` holds the checkpoints.
+
+    Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
+    """
+    finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
+    if group.agree(not finite):
+        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; {folder} holds earlier "
+                                 "ones that are. Lower optimizer.lr or set optimizer.clip")
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
+    sums = [tensor.sum() for tensor in tensors]
+    if not sums or torch.isfinite(torch.stack(sums)).all().item():
+        return True
+    return all(torch.isfinite(tensor).all().item() for tensor in tensors)        # large values may have an infinite sum

@@ -1,0 +1,76 @@
+"""The beginning of a process: joins the process group, whichever launcher has started the ranks."""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from dstrain.engine import prepare_environment
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+
+
+def start(timeout_minutes: float = 30) -> None:
+    """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
+
+    A rank that waits for others longer than `timeout_minutes` raises: they are gone, see group.lost. ConfigError: the
+    port is taken.
+    """
+    prepare_environment()
+    place = group.place()
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
+    os.environ.setdefault("MASTER_ADDR", _first_host())
+    if "MASTER_PORT" not in os.environ:
+        # All ranks must know one port without a word between them; a process alone takes any free one.
+        os.environ["MASTER_PORT"] = str(_free_port() if place.world == 1 else _job_port())
+    import deepspeed
+    if torch.cuda.is_available():
+        torch.cuda.set_device(group.device())
+    if not group.started():
+        timeout = timedelta(minutes=timeout_minutes)
+        # The timeout given to the first group does not hold for those that DeepSpeed and we make later.
+        groups = torch.distributed.distributed_c10d
+        groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
+        try:
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+                raise
+            raise ConfigError(f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give "
+                              "the launcher another, deepspeed --master_port PORT ...") from None
+        group.barrier()
+        _unlink_buffers()
+
+
+def _unlink_buffers() -> None:
+    """Removes the names of DeepSpeed's shared buffers, 69 MB for each rank on CPU, which it leaves behind otherwise.
+
+    Every rank has mapped them by now, so the memory is given back when the last process ends.
+    """
+    if group.device().type == "cpu":
+        name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
+        for path in Path("/dev/shm").glob(name):
+            path.unlink(missing_ok=True)
+
+
+def _first_host() -> str:
+    """The host of rank 0: the first of Slurm's step, or this one."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return "127.0.0.1"
+    import subprocess
+    return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
+                          check=True).stdout.split()[0]
+
+
+def _job_port() -> int:
+    """A port that follows from Slurm's job, so that two jobs on one host seldom meet."""
+    return 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

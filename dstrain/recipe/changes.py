@@ -1,0 +1,61 @@
+"""What differs between two Runs, and which differences would make a resumed run another one."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from dstrain.recipe.errors import ConfigError
+from dstrain.recipe.files import plain
+from dstrain.recipe.problems import as_text
+from dstrain.recipe.run import Run
+from dstrain.recipe.section import resume_rule
+
+Change = tuple[str, Any, Any]                # dotted key, old value, new value
+
+
+def differences(old: Run, new: Run) -> list[Change]:
+    """Every key whose value differs; None where one side does not have it."""
+    before, after = _flat(old), _flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def refused(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
+    """The differences that would make a resumed run another run; `system` is the schema of the model section."""
+    def acceptable(key: str, before: Any) -> bool:
+        rule = resume_rule(key, Run, system)
+        return rule.may_change or (rule.may_be_filled_in and before is None)
+
+    changes = [change for change in differences(old, new) if not acceptable(*change[:2])]
+    if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
+        # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
+        before, after = (run.optimizer.decay_steps or run.steps for run in (old, new))
+        if before != after:
+            changes.append(("optimizer.decay_steps", before, after))
+    return changes
+
+
+def refusals(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
+    """The error that names what a resumed run may not change, and what to do."""
+    lines = []
+    for key, old, new in changes:
+        remedy = resume_rule(key, Run, system).remedy or f"write {key}={as_text(old)} to keep it"
+        if key == "optimizer.decay_steps":
+            remedy = f"the learning rate decays until this step; write optimizer.decay_steps={old} to keep it"
+        lines.append(f"{key} was {as_text(old)} in {folder} and is now {as_text(new)}: {remedy}, --allow-change to go "
+                     "on with the new value, or another folder= for a new run")
+    return ConfigError(*lines)
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    """Every value of a Run by dotted key."""
+    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk(plain(run), ""))

@@ -1,0 +1,91 @@
+"""What all sections of a recipe have in common: how values are checked, and what may change when a run goes on.
+
+What may change is written on the field. The entries of a section inherit what is written on the section:
+
+    optimizer: Annotated[Optimizer, FIXED] = Optimizer()
+    recompute: Annotated[bool, MAY_CHANGE] = False
+    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
+"""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What may become of a field when a run goes on."""
+
+    may_change: bool                         # else it would be another run
+    may_be_filled_in: bool = False           # null may become a value: an older dstrain did not write it down
+    remedy: str = ""                         # what to do where it has changed; "": write the earlier value
+
+
+def fixed(remedy: str = "") -> Resume:
+    """A field that may not change, and what to do where it has."""
+    return Resume(may_change=False, remedy=remedy)
+
+
+def filled_in(remedy: str = "") -> Resume:
+    """A field that may not change, but for null, which may become a value."""
+    return Resume(may_change=False, may_be_filled_in=True, remedy=remedy)
+
+
+MAY_CHANGE, FIXED = Resume(may_change=True), fixed()
+
+
+class Section(BaseModel):
+    """A part of a recipe. The docstring below a field is its description."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, coerce_numbers_to_str=True,
+                              allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python's True is an int: without this `steps: true` would be one step.
+        if isinstance(value, bool) and bool not in plain_types(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("no_bool", "is {value}, which has no meaning here", {"value": str(value).lower()})
+        return value
+
+
+def plain_types(annotation: Any) -> list[Any]:
+    """All plain types within an annotation such as `int | None`."""
+    inner = typing.get_args(annotation)
+    return [plain for part in inner for plain in plain_types(part)] if inner else [annotation]
+
+
+def subsection(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, None where it holds a value."""
+    kinds = plain_types(field.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted key, field) of all entries of a schema, those of its sections behind them."""
+    for name, field in schema.model_fields.items():
+        key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
+        yield key, field
+        if (inner := subsection(field)) is not None:
+            yield from fields(inner, key)
+
+
+def resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
+    """What is written on the field of a dotted key, or on the section around it; `system`: the schema of `model`."""
+    rule = MAY_CHANGE
+    for depth, name in enumerate(key.split(".")):
+        entries = {field.alias or own: field for own, field in schema.model_fields.items()} if schema else {}
+        if (field := entries.get(name)) is None:             # a key of another version: as its section
+            return rule
+        rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule)
+        schema = system if depth == 0 and name == "model" else subsection(field)
+    return rule

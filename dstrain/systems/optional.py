@@ -1,0 +1,138 @@
+"""What a system may add to the dozen members that every system has, in groups. All have defaults; System inherits them.
+
+    Figures       beyond the held-out loss, and pictures beside the samples
+    Stateful      small state that is no weight
+    Prompted      samples that begin from texts or pictures
+    Videos        samples that are videos
+    FirstStage    codes from which other systems learn
+    Imports       weights of published files and of diffusers
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dstrain.recipe import ConfigError
+from dstrain.systems.types import Example, Nets, Progress, Terms
+
+
+class Figures:
+    """Figures beyond the held-out loss, and pictures beside the samples."""
+
+    def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
+        """What launch/evaluate.py averages over held-out samples: values (B,), curves (B, K) such as bits by timestep.
+
+        `num_steps` shortens a chain, None takes the whole. By default the terms of `evaluate`.
+        """
+        return self.evaluate(nets, example)
+
+    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+        """Figures of the means (K,) of `evaluate`'s curves over all held-out samples, such as codebook usage."""
+        return {}
+
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """Pictures beside the samples, such as reconstructions: uint8 (B, C, H, W) or (B, T, C, H, W) each."""
+        return {}
+
+
+class Stateful:
+    """Small state that is no weight, such as a history of losses by timestep. It is saved, and equal on all ranks."""
+
+    watched: tuple[str, ...] = ()                 # terms by sample that `observe` sees after a step, and no report
+
+    def observe(self, terms: Terms) -> None:
+        """Learns from the `watched` terms of a step, (N, ...) each, of all ranks, in the order of the global batch."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if state:
+            raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
+
+
+class Prompted:
+    """Samples that begin from texts, or from pictures or frames that are given."""
+
+    starts_from_data: bool = False                # whether samples or `pictures` need data: reconstruction, upsampling
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether there are conditions of texts."""
+        return type(self).conditions_from_texts is not Prompted.conditions_from_texts
+
+    def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        """Conditions for one sample for each text, (N, ...) each. ConfigError: the system takes none."""
+        raise ConfigError(f"a {type(self).__name__} takes no texts")
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether there are conditions of pictures or frames."""
+        return type(self).conditions_from is not Prompted.conditions_from
+
+    def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
+        """Conditions of pictures, uint8 (N, C, H, W), of another run or of the data; of a system that draws videos, of
+        their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size.
+
+        ConfigError: the system begins from noise, or the pictures do not fit.
+        """
+        raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
+
+
+class Videos:
+    """Samples that are videos."""
+
+    num_frames: int | None = None                 # of the longest clip, which `sample` draws unasked; None: no videos
+    temporal_patch_size: int = 1                  # frames of a latent step: a clip has 1 + k * this
+
+
+class FirstStage:
+    """A first stage: launch/encode.py caches its codes, other systems learn from them, and decode what they draw."""
+
+    encodes: bool = False                         # whether there are `codes`
+    codebook_size: int | None = None              # number of ids that `codes` may give; None: latents
+
+    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """Codes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or tokens int64
+        (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, tokens (B, t, h, w).
+        """
+        raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
+
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        """Pixels float32 in [-1, 1] of latents or tokens: (B, C, H, W), of videos (B, T, C, H, W)."""
+        raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
+
+    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages apart."""
+        raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
+
+
+class Imports:
+    """Weights that were trained elsewhere."""
+
+    in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes
+
+    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """A state dict from elsewhere as the part's network takes it, and what was changed, in words.
+
+        ConfigError: the first difference that cannot be bridged, both shapes, and the remedy.
+        """
+        with torch.device("meta"):
+            expected = self.networks()[part].state_dict()
+        for name in [*expected, *state]:
+            here, in_file = (tuple(of[name].shape) if name in of else "absent" for of in (expected, state))
+            if here != in_file:
+                raise ConfigError(f"weights: {name} is {in_file} in the file and {here} in the network; set the model "
+                                  "section to what the file was made with")
+        return dict(state), []
+
+    def from_diffusers(self, state: dict[str, Tensor],
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
+
+        ConfigError: another class, or a field that differs from the recipe's.
+        """
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
+                          f"a {type(self).__name__} does not begin from; give a file or folder of this system")

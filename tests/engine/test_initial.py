@@ -1,0 +1,162 @@
+"""Initial weights: what a constructor sets is never undone, and every system of ours draws by modules."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dstrain import systems
+from dstrain.engine.initial import build, initial_weights, set_by_constructors
+from tests.engine.check_initial import Zeroed
+from tests.support import tokenizers
+from tests.support.launch import launch
+from tests.support.tiny import Scale, Tiny
+from tests.systems.test_contract import CASES
+
+SEED = 7
+
+
+class Parent(nn.Module):
+    """Two layers; `alter` is what the rest of the constructor does."""
+
+    def __init__(self, alter=lambda parent: None):
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+        alter(self)
+
+
+class OwnWeight(nn.Linear):
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        nn.init.ones_(self.weight)
+
+
+class Careful(nn.Linear):
+    """Fills its weight row by row, and all of it, in its own reset_parameters."""
+
+    def reset_parameters(self) -> None:
+        for row in range(self.out_features):
+            nn.init.constant_(self.weight[row], row)
+        nn.init.zeros_(self.bias)
+
+
+class Careless(nn.Linear):
+    """Sets one row of what the constructor must have set before."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight[0])
+        nn.init.zeros_(self.bias)
+
+
+class Zeroing(nn.Module):
+    """Sets another module's weight in its own reset_parameters, which is called for none but owners of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.out = nn.Parameter(torch.empty(3)), nn.Linear(4, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.out.weight)
+
+
+def init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def replace(parent: Parent) -> None:
+    parent.out.weight = nn.Parameter(torch.zeros(2, 4))
+
+
+def scale(parent: Parent) -> None:
+    with torch.no_grad():
+        parent.out.weight *= 0.1
+
+
+def read_a_value(parent: Parent) -> None:
+    nn.init.constant_(parent.out.weight, torch.linspace(0, 1, 3).tolist()[1])
+
+
+def a_buffer(parent: Parent) -> None:
+    parent.body = nn.BatchNorm1d(4)
+    parent.body.running_var.fill_(2)
+
+
+def draw_again(parent: Parent) -> None:
+    parent.out.reset_parameters()
+
+
+def tie(parent: Parent) -> None:
+    parent.out = nn.Linear(4, 4, bias=False)
+    parent.out.weight = parent.body.weight
+
+
+@pytest.mark.parametrize("make, name", [
+    (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight)), "out.weight"),
+    (lambda: Parent(lambda parent: nn.init.zeros_(parent.out.weight[:1])), "out.weight"),
+    (lambda: Parent(lambda parent: parent.out.bias.data.fill_(1)), "out.bias"),
+    (lambda: Parent(lambda parent: torch._foreach_zero_([parent.out.bias.data])), "out.bias"),
+    (lambda: Parent(lambda parent: parent.apply(init)), "body.weight"),
+    (lambda: Parent(replace), "out.weight"), (lambda: Parent(scale), "out.weight"),
+    (lambda: Parent(a_buffer), "body.running_var"),
+    (lambda: nn.Sequential(OwnWeight(3, 3)), "0.weight"), (lambda: nn.Sequential(Careless(3, 3)), "0.weight"),
+    (Zeroing, "out.weight"), (lambda: nn.MultiheadAttention(4, 1), "in_proj_weight"),
+    (lambda: nn.TransformerEncoderLayer(4, 1, 8), "self_attn.in_proj_weight"),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrizations.weight.original0"),
+    (Zeroed, "shift"),
+])
+def test_constructors_that_set_weights(make, name):
+    """Oracle: the first weight or buffer that the constructor leaves otherwise than its owner's reset_parameters."""
+    assert set_by_constructors(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
+
+
+def test_values_in_a_constructor():
+    """Oracle: a constructor that reads a tensor's values, which none on the meta device has."""
+    reason = set_by_constructors(lambda: {"part": Parent(read_a_value)})
+    assert reason.startswith("networks() cannot run on the meta device (")
+
+
+@pytest.mark.parametrize("make", [Parent, Tiny, lambda: Scale(3), lambda: Parent(draw_again), lambda: Parent(tie),
+                                  lambda: nn.Sequential(Careful(2, 3), nn.Embedding(5, 2, padding_idx=1)),
+                                  lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2)),
+                                  lambda: nn.LSTM(2, 3)])
+def test_modules_that_draw_their_own(make):
+    """Oracle: the layers of torch and ours whose reset_parameters gives what the constructor leaves."""
+    assert set_by_constructors(lambda: {"part": make()}) is None
+
+
+@pytest.mark.parametrize("name, index", [(name, index) for name in CASES for index in range(len(CASES[name]))])
+def test_every_system_draws_by_modules(name, index, tmp_path):
+    """Oracle: no rank needs a whole network; runs and checkpoints that exist keep their initial weights."""
+    more = {"tokenizer": {"path": str(tokenizers.save(tmp_path))}} if name == "phenaki" else {}
+    assert set_by_constructors(systems.build(name, CASES[name][index] | more).networks) is None
+
+
+def test_build():
+    """Oracle: torch.manual_seed and the constructor, all parts together, if one sets weights; else each module."""
+    before = torch.get_rng_state()
+    for networks in (lambda: {"a": Tiny(), "b": Parent(scale)}, lambda: {"a": Tiny(), "b": Parent(a_buffer)}):
+        torch.manual_seed(SEED)
+        expected = {part: network.state_dict() for part, network in networks().items()}
+        torch.set_rng_state(before)
+        reasons = []
+        for part, (network, values) in build(networks, SEED, note=reasons.append).items():
+            torch.testing.assert_close(dict(values), dict(expected[part]), rtol=0, atol=0)
+            torch.testing.assert_close(dict(network.state_dict()), dict(expected[part]), rtol=0, atol=0)
+        assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
+    (_, (network, values)), = build(lambda: {"a": Tiny()}, SEED).items()
+    torch.testing.assert_close(dict(values), dict(initial_weights(Tiny(), SEED)), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2))
+def test_first_loss(tmp_path, world):
+    """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3."""
+    launch("tests/engine/check_initial.py", tmp_path / "figures.json", num=world)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for stage, found in figures.items():
+        assert found["different"] == [] and found["loss"] == pytest.approx(found["plain"], rel=0, abs=1e-6), stage
+        assert [("shift is set by a constructor" in note) for note in found["notes"]] == [True] * (stage == "3")

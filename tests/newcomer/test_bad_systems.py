@@ -1,0 +1,59 @@
+"""What a user of a system from outside may get wrong, and what a bug in one looks like."""
+
+import sys
+
+import pytest
+import yaml
+
+from tests.support.launch import ROOT, here
+
+RUN = {"name": "new", "steps": 1, "batch": {"global": 4}, "track": {"wandb": "disabled"},
+       "data": {"path": "builtin:fashion", "image_size": 16, "channels": 1, "workers": 0},
+       "every": {"evaluate": 0, "sample": 0}}
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    """launch/train.py with a system's package, given as a file's text: exit code and what was printed; errors are raised.
+    """
+    def begin(text, *words, **run):
+        if text is not None:
+            (tmp_path / "strange.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "strange", raising=False)
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RUN | {"system": "strange"} | run))
+        code, said, problem = here("train.py", ["--recipe", tmp_path / "recipe.yaml", f"folder={tmp_path / 'run'}", *words],
+                                   monkeypatch, capsys)
+        return code, said + problem
+    return begin
+
+
+EDM = (ROOT / "tests" / "newcomer" / "edm" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("text, run, message", [
+    (None, {"system": "no_such_lab.edm"}, "system: 'no_such_lab.edm' is unknown; one of dit, "),
+    (None, {"system": "../edm"}, "system: '../edm' is unknown"),
+    ("x = 1\n", {}, "the package 'strange' has no Config and no build"),
+    (EDM, {"model": {"wdith": 8}}, "model.wdith: there is no such key (did you mean model.width?)"),
+    (EDM, {"model": {"image_size": 8}}, "data.image_size=16 and model.image_size=8 differ"),
+    (EDM, {"samples": {"sampler": "dpm"}, "every": {"sample": 1, "evaluate": 0}},
+     "samples.sampler=dpm is none of euler, heun"),
+    (EDM, {"model": {"num_classes": 4}}, "write model.num_classes=10"),
+    (EDM, {"data": {"path": "builtin:emoji-pairs"}}, "holds embedding pairs, and strange learns from images"),
+    (EDM.replace('"loss": losses.mean()', '"loss": losses[:, None]'), {}, "loss"),
+])
+def test_what_a_user_can_mend(train, text, run, message):
+    """Oracle: exit code 2 and one message that names the key and the remedy, from --dry-run already."""
+    code, said = train(text, "--dry-run", **run)
+    assert code == 2 and message in said and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("bug", ["a, b = 1, 2, 3", "raise ValueError('not for users')", "int('x')"])
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_a_bug_shows_its_traceback(train, bug, words):
+    """Oracle: the error itself, which the script lets pass: Python then prints its traceback and ends with 1."""
+    text = EDM.replace("        losses = self.losses(nets, example)\n", f"        {bug}\n", 1)
+    with pytest.raises(ValueError) as raised:
+        train(text, *words)
+    assert type(raised.value) is ValueError and raised.traceback[-1].path.name == "strange.py"

@@ -1,0 +1,15 @@
+"""Tiny DiTs for the contract of all systems."""
+
+import torch
+
+from dstrain.systems.base import Request
+
+TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
+        "num_classes": 10}
+CASES = [TINY, TINY | {"objective": "flow", "learn_sigma": False}, TINY | {"recompute": True, "in_channels": 4},
+         TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}}]
+
+
+def request(system, seeds):
+    """Guided, of four steps, by the sampler that is not the usual one where noise matters."""
+    return Request(torch.tensor(seeds), {}, 4, None if "heun" in system.samplers else "ddpm", guidance_scale=1.5)
