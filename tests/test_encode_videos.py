@@ -231,7 +231,7 @@ def test_what_cannot_be_encoded(made, tmp_path):
             (dict(run=tmp_path / "moving", clips=2), "--clips 2: the videos of builtin:moving-fashion are as long"),
             (dict(run=tmp_path / "moving", split="all"), "--split all: builtin:moving-fashion holds out"),
             (dict(split="held_out"), "no videos are held out: set --held-out"),
-            (dict(image_size=24), "the model takes \\(1, 8, 12\\)"),
+            (dict(image_size=24), "takes \\(1, 8, 12\\); set .*--image-size"),
             (dict(ema=0.9), "is an export and holds weights of one kind: leave out --ema"),
             (dict(run=tmp_path / "silent"), "is not a run's folder")):
         with pytest.raises(ValueError, match=message):

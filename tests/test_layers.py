@@ -19,6 +19,7 @@ GROUND = ("ranks", "recipe", "rng")
 RULES = {
     "ranks": (), "recipe": (), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
+    "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("ranks", "recipe", "__version__"), "track": ("ranks", "recipe"),

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.encoders.frozen import Frozen
 from dstrain.recipe import ConfigError
 
-# Of AutoencoderKL's config, what decides the codes, and what it says by default. Only what differs goes into a
-# fingerprint, so that no key that a later diffusers adds, or an earlier one lacks, makes another first stage of it.
-# Absent: what comes after the codes (scaling_factor, shift_factor, latents_mean, latents_std), and what does not
-# change them (sample_size, force_upcast).
+# The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
+# a fingerprint, so that an autoencoder keeps its fingerprint where another version of diffusers adds or lacks a key.
+# Left out are keys that apply after the codes (scaling_factor, shift_factor, latents_mean, latents_std) and those that
+# do not change them (sample_size, force_upcast).
 _DEFAULTS = {
     "in_channels": 3, "out_channels": 3, "down_block_types": ["DownEncoderBlock2D"],
     "up_block_types": ["UpDecoderBlock2D"], "block_out_channels": [64], "layers_per_block": 1, "act_fn": "silu",
@@ -28,13 +29,13 @@ _DEFAULTS = {
 }
 
 
-class Autoencoder(nn.Module):
-    """Images in [-1, 1] to latents and back, without gradient and always in evaluation mode.
+class Autoencoder(Frozen):
+    """Images in [-1, 1] to latents and back, without gradient.
 
     path            a folder with an AutoencoderKL (config.json, *.safetensors) or with a pipeline that has one in its
                     vae/, or a name on the Hugging Face hub.
-    scaling_factor  None means what the autoencoder's own config says; so does
-    shift           None.
+    scaling_factor  None: the one in the autoencoder's own config.
+    shift           None: likewise, shift_factor there, and 0 where the config has none.
 
     Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
     Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
@@ -49,16 +50,12 @@ class Autoencoder(nn.Module):
         self.channels, self.image_channels = config.latent_channels, config.in_channels
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
-    def train(self, mode: bool = True) -> "Autoencoder":
-        """Stays in evaluation mode, whatever the network around it does."""
-        return super().train(False)
-
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Float32 latents drawn from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
         return self.draw(*posterior(self.vae, image), key)
 
     def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """The latents of a posterior that is known already, (B, c, h, w) each: float32, as `encode` draws them."""
+        """Float32 latents as `encode` draws them, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
         return draw(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
@@ -68,11 +65,11 @@ class Autoencoder(nn.Module):
         return self.vae.decode(latents.to(self.vae.dtype)).sample.float()
 
     def fingerprint(self) -> str:
-        """Of weights and architecture, as loaded: see the function of this name. The encoder must still be there."""
+        """Hash of architecture and weights, see the function of this name. To be asked before `drop_encoder`."""
         return fingerprint(*identity(self.vae))
 
     def facts(self) -> dict[str, Any]:
-        """What makes latents of images: scaling_factor, shift and fingerprint."""
+        """What decides the latents of an image: scaling_factor, shift and fingerprint."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
     def drop_encoder(self) -> None:
@@ -99,12 +96,12 @@ def identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later.
     """
-    said = json.loads(json.dumps({name: vae.config[name] for name in _DEFAULTS if name in vae.config}))
-    return {name: value for name, value in said.items() if value != _DEFAULTS[name]}, vae.state_dict()
+    config = json.loads(json.dumps({name: vae.config[name] for name in _DEFAULTS if name in vae.config}))
+    return {name: value for name, value in config.items() if value != _DEFAULTS[name]}, vae.state_dict()
 
 
 def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """A short hash of a first stage: every bit of its weights, and what its config says (as JSON)."""
+    """A short hash of a frozen encoder: its config, as JSON, and every bit of its weights."""
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
@@ -114,7 +111,7 @@ def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
 
 
 def _on_hub(path: str) -> bool:
-    """Whether a path that is no folder here can be a name on the hub, which is asked for half a minute."""
+    """Whether a path that is no folder can be a name on the hub. The hub takes half a minute to say no."""
     owner, _, name = path.partition("/")
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
 

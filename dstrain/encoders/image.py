@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.text import one_line, require_place
+from dstrain.encoders.frozen import Frozen, one_line, require_folder
 from dstrain.recipe import ConfigError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-class ImageEncoder(nn.Module):
-    """Images to embeddings, without gradient and always in evaluation mode.
+class ImageEncoder(Frozen):
+    """Images to embeddings, without gradient.
 
     path    a folder with a CLIP model (config.json, *.safetensors; preprocessor_config.json for another mean and
             deviation than CLIP's), or a name on the hub.
@@ -29,16 +29,10 @@ class ImageEncoder(nn.Module):
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size = self.model.config.image_size
-        said = _preprocessing(path)
-        # .float(), since a table in the compute dtype would shift every pixel.
-        self.register_buffer("mean", torch.tensor(said.get("image_mean", CLIP_MEAN)).float().view(3, 1, 1),
-                             persistent=False)
-        self.register_buffer("std", torch.tensor(said.get("image_std", CLIP_STD)).float().view(3, 1, 1),
-                             persistent=False)
-
-    def train(self, mode: bool = True) -> "ImageEncoder":
-        """Stays in evaluation mode, whatever the network around it does."""
-        return super().train(False)
+        config = _preprocessing(path)
+        for name, values in (("mean", config.get("image_mean", CLIP_MEAN)), ("std", config.get("image_std", CLIP_STD))):
+            # float32 even where zero.Init creates tensors in the compute dtype, whose rounding would shift every pixel.
+            self.register_buffer(name, torch.tensor(values).float().view(3, 1, 1), persistent=False)
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Tensor:
@@ -57,7 +51,7 @@ def _load(path: str) -> tuple[nn.Module, nn.Module]:
     # Slow to import, and only users of images need it.
     from transformers import AutoConfig, CLIPModel, CLIPVisionModelWithProjection
 
-    require_place("image_encoder", path, "config.json and *.safetensors")
+    require_folder("image_encoder", path, "config.json and *.safetensors")
     try:
         kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
         kind = AutoConfig.from_pretrained(path).model_type

@@ -6,7 +6,8 @@ Two kinds are read, by a local folder or a name on the Hugging Face hub:
     sentence    any encoder with token states, such as MiniLM or T5's: text_embed is their mean, or the first one where
                 the 1_Pooling/config.json of sentence-transformers says so (Reimers & Gurevych 2019)
 
-text_encodings are the last token states, text_mask says which tokens are text. Weights are read from safetensors alone.
+text_encodings are the last token states; text_mask is true at tokens of the text and false at padding. Weights are read
+from safetensors only, never from pickled files.
 """
 
 import json
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.frozen import Frozen, one_line, require_folder
 from dstrain.recipe import ConfigError
 
 
-class TextEncoder(nn.Module):
-    """Captions to embeddings, without gradient and always in evaluation mode.
+class TextEncoder(Frozen):
+    """Captions to embeddings, without gradient.
 
     path        a folder with config.json, *.safetensors and the tokenizer's files, or a name on the hub.
     max_length  tokens that are read, padding included; None means what the encoder takes, at most 256.
@@ -45,20 +47,16 @@ class TextEncoder(nn.Module):
         self.encodings_dim = config.hidden_size
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
 
-    def train(self, mode: bool = True) -> "TextEncoder":
-        """Stays in evaluation mode, whatever the network around it does."""
-        return super().train(False)
-
     def fingerprint(self) -> str:
-        """A short hash of what decides the vectors of tokens: every weight, and how a text's own vector is made."""
-        said = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
-        return fingerprint(said, self.state_dict() | dict(self.named_buffers()))
+        """A short hash of what decides the embeddings: the kind of model, its weights, and its pooling."""
+        config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
+        return fingerprint(config, self.state_dict() | dict(self.named_buffers()))
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
         """text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on the encoder's device.
 
-        Nothing is normalized. What a caption has beyond max_length tokens is not read.
+        Nothing is normalized. Captions are cut after max_length tokens.
         """
         device = next(self.model.parameters()).device
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=self.max_length,
@@ -77,14 +75,14 @@ class TextEncoder(nn.Module):
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """What the host has made of captions, on a device, for whose earlier work the host does not wait."""
+    """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")
 
 
 def captions_of(packed: Tensor) -> list[str]:
-    """Texts from batches, where they are UTF-8 filled up with zeros: uint8 (N, bytes) -> N strings."""
+    """Captions as batches hold them, UTF-8 padded with zeros, as strings: uint8 (N, bytes) -> N strings."""
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
 
@@ -93,7 +91,7 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     # Slow to import, and only users of captions need it.
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
 
-    require_place("text_encoder", path, "config.json, *.safetensors and the tokenizer's files")
+    require_folder("text_encoder", path, "config.json, *.safetensors and the tokenizer's files")
     try:
         kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
         kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
@@ -108,9 +106,9 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
 
 def _require_padding(tokenizer: Any, path: str) -> None:
-    """Texts are filled up behind their end, by the end's own token where there is no other: a mask hides it."""
+    """Makes a tokenizer pad short texts at their end, with pad_token or else eos_token; the mask hides padding."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ConfigError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to fill up short "
+        raise ConfigError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
                           "texts with; name one as pad_token in its tokenizer_config.json")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -118,18 +116,18 @@ def _require_padding(tokenizer: Any, path: str) -> None:
 
 
 def _pooling(path: str) -> str:
-    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: in another way."""
-    modules = _said(path, "modules.json") or []
+    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: neither of these."""
+    modules = _json(path, "modules.json") or []
     others = [kind for kind in (str(module.get("type", "")).rpartition(".")[2] for module in modules)
               if kind not in ("Transformer", "Pooling", "Normalize")]
     if others:
         raise ConfigError(f"text_encoder: {path} ends with a layer of kind {others[0]} (modules.json), which is not "
                           "read here; take an encoder without it")
-    said = _said(path, "1_Pooling/config.json")
-    if said is None:
+    config = _json(path, "1_Pooling/config.json")
+    if config is None:
         return "mean"
-    modes = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
-    modes = modes or [f"pooling_mode_{said.get('pooling_mode')}"]
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = modes or [f"pooling_mode_{config.get('pooling_mode')}"]
     known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_mean": "mean",
              "pooling_mode_cls": "cls"}
     if len(modes) != 1 or modes[0] not in known:
@@ -138,7 +136,7 @@ def _pooling(path: str) -> str:
     return known[modes[0]]
 
 
-def _said(path: str, name: str) -> Any:
+def _json(path: str, name: str) -> Any:
     """A JSON file of an encoder's folder or hub page, None where there is none."""
     from transformers.utils import cached_file
 
@@ -148,13 +146,3 @@ def _said(path: str, name: str) -> Any:
         return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError:
         raise ConfigError(f"text_encoder: {name} of {path} is no JSON; fetch it again") from None
-
-
-def require_place(key: str, path: str, content: str) -> None:
-    """ConfigError where `path` looks like a folder and there is none; other words are names on the hub."""
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        raise ConfigError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
-
-
-def one_line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -1,5 +1,5 @@
-"""A frozen first stage as launch/encode.py uses it: a run, its export, or diffusers' AutoencoderKL, all behind `codes`;
-and what becomes of a batch of samples by it.
+"""The frozen first stage of launch/encode.py, which is a run, its export, or diffusers' AutoencoderKL; and the encoder
+that makes the arrays of a shard with it.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import recipe, systems
+from dstrain import systems
 from dstrain.encoders import autoencoder
+from dstrain.encoders.codec import Codec, require_codes
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data
 from dstrain.runs import trained
-from dstrain.runs.weights import fitted
-from dstrain.systems.base import Batch, Nets, System
+from dstrain.runs.weights import unaltered
+from dstrain.systems.base import Batch
+
+_RUN = "RUN"                                   # how the usage of launch/encode.py calls the folder
 
 
 @dataclass(frozen=True)
@@ -38,39 +41,42 @@ class FirstStage:
 def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None) -> FirstStage:
     """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
 
-    ConfigError: it is neither, its system encodes nothing, or its weights are not there.
+    ConfigError: the folder is neither, its system encodes nothing, or weights are absent or damaged.
     """
-    exported = not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists()
-    run = recipe.load(folder / "recipe.yaml") if exported else trained.read(folder)
-    system = systems.build(run.system, run.model)
-    if not system.encodes:
-        raise ConfigError(f"{folder} trains {run.system}, which encodes nothing that others learn from: name a run "
-                          "of an autoencoder, or a diffusers AutoencoderKL as --first-stage")
-    if exported:
+    if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
             raise ConfigError(f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
                               "--checkpoint, or name the run itself")
-        networks = _exported(system, folder)
+        unaltered([folder])
+        codec = Codec.load(folder, _RUN)
     else:
-        checkpoint = trained.checkpoint(folder, step)
-        kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-        first = next(iter(system.parts))                   # another part, such as a discriminator, encodes nothing
-        networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+        codec = _of_checkpoint(folder, ema, raw, step)
+    codec.to(group.device())
 
     def codes(batch: Batch) -> np.ndarray:
-        first = next(iter(batch.values()))
-        key = torch.zeros(len(first), dtype=torch.int64, device=first.device)
-        found = system.codes(networks, system.encode({**batch, "key": key}))
-        if "tokens" in found:
-            return found["tokens"].cpu().numpy()
-        return _moments(found["latent_mean"], found["latent_std"])
+        pixels = batch["video"] if "video" in batch else batch["image"]
+        encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
+        if codec.kind == "tokens":
+            return encoded["tokens"].cpu().numpy()
+        return _moments(encoded["latent_mean"], encoded["latent_std"])
 
-    return FirstStage(str(folder), autoencoder.fingerprint(*system.identity(networks)), run.data.channels, codes,
-                      system.codebook_size, run.data)
+    return FirstStage(str(folder), codec.fingerprint, codec.channels, codes, codec.codebook_size, codec.run.data)
+
+
+def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
+    """The codec of a run, with the weights of one of its checkpoints. ConfigError as `of_run`."""
+    run = trained.read(folder)
+    system = systems.build(run.system, run.model)
+    require_codes(system, run, folder, _RUN)
+    checkpoint = trained.checkpoint(folder, step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    first = next(iter(system.parts))                       # another part, such as a discriminator, encodes nothing
+    networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)
+    return Codec(networks[first], system, run, str(folder), _RUN)
 
 
 def of_diffusers(path: str, image_size: int | None) -> FirstStage:
-    """Of a diffusers AutoencoderKL, a folder or a hub name. ConfigError: none there, or the size does not fit."""
+    """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
     try:
         vae = autoencoder.Autoencoder(path).to(group.device())
     except ConfigError as error:
@@ -79,15 +85,6 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
     codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
     return FirstStage(path, vae.fingerprint(), vae.image_channels, codes)
-
-
-def _exported(system: System, folder: Path) -> Nets:
-    """The first part with the weights of an export, on this rank's device. ConfigError: they do not fit."""
-    first = next(iter(system.parts))
-    network = system.networks()[first]
-    values, _ = fitted(folder, system, [first])[first]
-    network.load_state_dict(values)
-    return {first: network.to(group.device()).eval()}
 
 
 def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
@@ -100,34 +97,36 @@ def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
 class Encoder:
     """Samples to the arrays of a shard, see data/shards.py, in batches of one fixed shape.
 
-    stage, texts: what encodes images or clips, and captions (None: these are not encoded). encoding: what the shards
-    are to be, as launch/encode.py writes it down.
+    stage     encodes images or clips.
+    texts     encodes captions; None leaves them as they are.
+    encoding  describes the shards, as caches/plan.py makes it and the folder's index keeps it.
     """
 
     def __init__(self, stage: FirstStage, texts: TextEncoder | None, encoding: dict[str, Any]) -> None:
         self.stage, self.texts, self.encoding = stage, texts, encoding
 
     def arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Of at most `batch` samples, filled up by the last: codes (n, flips, ...), and all else (n, ...).
+        """Codes (n, flips, ...) and all else (n, ...) of n samples, at most encoding["batch"].
 
-        ConfigError: the codes are not finite.
+        A smaller batch is filled up with its last sample, so that the networks always see one shape. ConfigError: the
+        codes are not finite.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
         full = {name: values[rows].to(group.device()) for name, values in batch.items()}
-        seen = {name: full[name] for name in ("image", "video", "frames") if name in full}
-        codes = [self.stage.codes(seen)]
+        codes = [self.stage.codes(full)]
         if encoding["flips"] == 2:
             codes.append(self.stage.codes({"image": full["image"].flip(-1)}))
         tokens = encoding["kind"] == "tokens"
-        found = {"tokens" if tokens else "moments": np.stack(codes, axis=1)}
+        arrays = {"tokens" if tokens else "moments": np.stack(codes, axis=1)}
         if self.texts is not None:
             texts = self.texts.encode(captions_of(batch["caption"][rows]))
-            found |= {name: texts[name].cpu().numpy() for name in ("text_encodings", "text_mask")}
-        found = {name: self._stored(name, array[:count]) for name, array in found.items()}
-        return found | {name: values.numpy() for name, values in batch.items() if name not in ("image", "video")}
+            arrays |= {name: texts[name].cpu().numpy() for name in ("text_encodings", "text_mask")}
+        arrays = {name: self._stored(name, array[:count]) for name, array in arrays.items()}
+        return arrays | {name: values.numpy() for name, values in batch.items() if name not in ("image", "video")}
 
     def _stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """An array in the dtype that shards hold it in."""
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array
         dtype = self.encoding["dtype"] if name == "moments" else self.encoding["text"]["dtype"]

@@ -46,7 +46,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
         found, absent = _of_checkpoint(path, system, first, others)
     elif files := _consolidated(path, first, others):
-        _unaltered(files.values())
+        unaltered(files.values())
         found = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
         absent = _anew(path, [part for part in others if part not in found])
     elif config := _config_of_diffusers(path, system):
@@ -58,7 +58,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
                               f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
-        _unaltered([path])
+        unaltered([path])
         found, absent = {first: _adapted(system, first, read(path), path)}, _anew(path, others)
     found[first][1].extend(absent)
     return found
@@ -93,7 +93,7 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def _unaltered(paths: Iterable[Path]) -> None:
+def unaltered(paths: Iterable[Path]) -> None:
     """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]                             # of a file: its part's folder, and all parts'

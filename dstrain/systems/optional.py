@@ -101,7 +101,9 @@ class FirstStage:
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
-        """Pixels float32 in [-1, 1] of latents or tokens: (B, C, H, W), of videos (B, T, C, H, W)."""
+        """Pixels of `codes`, float32 in [-1, 1]: of tokens, or of latents that are a mean or a draw from the posterior.
+        Images (B, C, H, W); of tokens (B, t, h, w) videos (B, T, C, H, W).
+        """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -25,7 +25,8 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
         entries = [(kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.detach().flatten())
                    for kind in ("master", "ema.0.9") for name, value in network.named_parameters()]
         write_shard(at / shard_name(part, 0, 1), entries, {"part": part})
-        common |= {f"buffer/{part}/{name}": value for name, value in network.named_buffers()}
+        persistent = network.state_dict().keys()
+        common |= {f"buffer/{part}/{name}": value for name, value in network.named_buffers() if name in persistent}
     save_file(common, at / "common.safetensors", {"counters": "{}"})
     body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1,
             "extra": {"score": None}, "versions": {"dstrain": "0.0", "torch": "2.99"}}

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.systems.base import SystemConfig
+from dstrain.systems.phenaki import codec
 from dstrain.systems.phenaki.decoding import Choices, NOISE_SCHEDULES
 
 SAMPLERS = ("confidence", "critic")
@@ -166,11 +167,9 @@ class Config(SystemConfig):
             raise ConfigError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
                               "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
-            from dstrain.systems.phenaki.pretrained import Pretrained      # which stands on the tokenizer's system
-
-            own = Pretrained(stage["path"])
-            said |= own.facts(frames)
-            stage = {**stage, "fingerprint": stage.get("fingerprint") or own.fingerprint}
+            tokenizer = codec.load(stage["path"])
+            said |= codec.model_fields(tokenizer, frames)
+            stage = {**stage, "fingerprint": stage.get("fingerprint") or tokenizer.fingerprint}
         # Always the index's: a written-down section may be of another cache.
         ready: dict[str, Any] = {"codes": None}
         if tokens:

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.encoders.codec import Codec
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
-from dstrain.systems.phenaki import masking
+from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.decoding import decode
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
-from dstrain.systems.phenaki.pretrained import Pretrained
 from dstrain.systems.phenaki.texts import NAMES, Reader, chosen, packed
 from dstrain.systems.phenaki.tokenizer.network import real_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
@@ -40,7 +40,7 @@ class PhenakiSystem(System):
         self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
         self.generates = config.tokenizer is not None
         self.count = torch.Size(config.token_shape).numel()               # tokens of a whole clip
-        self._tokenizer: Pretrained | None = None
+        self._tokenizer: Codec | None = None
         self.texts = Reader(config)
 
     def networks(self) -> dict[str, nn.Module]:
@@ -68,7 +68,7 @@ class PhenakiSystem(System):
             example["tokens"] = batch["tokens"]
         elif "video" in batch or "image" in batch:                        # an image is a clip of one frame
             video = (batch["video"] if "video" in batch else batch["image"][:, None]).float() / 127.5 - 1
-            example["tokens"] = self.tokenizer(video.device).encode(video, frames)
+            example["tokens"] = self.tokenizer(video.device).encode(video, frames)["tokens"]
         else:
             raise ConfigError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
                               "folder of videos, or one that launch/encode.py made of them")
@@ -99,13 +99,13 @@ class PhenakiSystem(System):
     def fingerprint(self, source: Any) -> str:
         return source.fingerprint() + self.texts.fingerprint()
 
-    def tokenizer(self, device: torch.device | None = None) -> Pretrained:
+    def tokenizer(self, device: torch.device | None = None) -> Codec:
         """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
         if self._tokenizer is None:
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
-            self._tokenizer = Pretrained(self.config.tokenizer.path)
-            self._tokenizer.require(self.config)
+            self._tokenizer = codec.load(self.config.tokenizer.path)
+            codec.require_fit(self._tokenizer, self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
 
     def cannot_draw(self) -> str | None:
@@ -240,13 +240,13 @@ class PhenakiSystem(System):
             if known >= latent:
                 raise ConfigError(f"prime: {prime.shape[1]} frames are given, as many as are asked for or more; give "
                                   "fewer, or ask for more")
-            tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)
+            tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
             given[:, :known] = True
-        tokens = self.decode(nets, tokens, given, request)
+        tokens = self.draw_tokens(nets, tokens, given, request)
         video = ((tokenizer.decode(tokens) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1]:]), dim=1)
 
-    def decode(self, nets: Nets, tokens: Tensor, given: Tensor, request: Request) -> Tensor:
+    def draw_tokens(self, nets: Nets, tokens: Tensor, given: Tensor, request: Request) -> Tensor:
         """Tokens int64 (N, t, h, w) for a request, those that are `given`, bool alike, kept. See decoding.decode."""
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
@@ -284,7 +284,7 @@ class PhenakiSystem(System):
         """prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
         video = images if images.ndim == 5 else images[:, None]
         self.config.latent_frames("prime", video.shape[1])
-        self.tokenizer().require_frames(tuple(video.shape[2:]))
+        self.tokenizer().require_shape(tuple(video.shape[2:]))
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:

@@ -32,17 +32,17 @@ class DiscreteSystem(AutoencoderSystem):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.parts = {"autoencoder": self.learn}
-        self.chosen = config.discrete
-        self.codebook_size = self.chosen.num_tokens
+        self.discrete = config.discrete
+        self.codebook_size = self.discrete.num_tokens
         side = config.image_size // config.factor
-        self.latent_shape = (self.chosen.num_tokens, side, side)
+        self.latent_shape = (self.discrete.num_tokens, side, side)
 
     def networks(self) -> dict[str, nn.Module]:
-        chosen = self.chosen
+        discrete = self.discrete
         return {"autoencoder": DiscreteVAE(
-            self.config.image_size, chosen.num_tokens, chosen.codebook_dim, chosen.num_layers, chosen.num_resnet_blocks,
-            chosen.hidden_dim, self.config.channels, sampling=chosen.sampling,
-            logit_laplace=chosen.reconstruction == "logit_laplace", normalization=chosen.normalization)}
+            self.config.image_size, discrete.num_tokens, discrete.codebook_dim, discrete.num_layers,
+            discrete.num_resnet_blocks, discrete.hidden_dim, self.config.channels, sampling=discrete.sampling,
+            logit_laplace=discrete.reconstruction == "logit_laplace", normalization=discrete.normalization)}
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -50,7 +50,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Reconstruction of one relaxed sample and the divergence of the tokens from uniform (kl, in nats a sample)."""
         terms, _ = self._terms(nets, example)
         loss = terms["loss"].mean()
-        if self.chosen.kl_form == "legacy":       # the original divides by 1: nats of the whole micro-batch
+        if self.discrete.kl_form == "legacy":     # the original divides by 1: nats of the whole micro-batch
             loss = terms["recon"].mean() + (terms["kl_weight"] * terms["kl"]).sum()
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
@@ -59,8 +59,8 @@ class DiscreteSystem(AutoencoderSystem):
         """Terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their usage (B, K)."""
         terms, passed = self._terms(nets, example)
         tokens = passed.logits.argmax(1)
-        hard = 2 * nets["autoencoder"].decode(tokens) - 1
-        return terms | likeness(hard, example["x_start"]) | {"usage": histogram(tokens, self.chosen.num_tokens)}
+        usage = histogram(tokens, self.codebook_size)
+        return terms | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
@@ -75,25 +75,25 @@ class DiscreteSystem(AutoencoderSystem):
     def _pass(self, nets: Nets, example: Example) -> tuple[Relaxed, Tensor]:
         """One pass of the network, and the temperature (B,) of it."""
         x, key = (example["x_start"] + 1) / 2, example["key"]
-        temperature = torch.full_like(x[:, 0, 0, 0], final_temperature(self.chosen.temperature))
+        temperature = torch.full_like(x[:, 0, 0, 0], final_temperature(self.discrete.temperature))
         if "step" in example:
-            temperature = temperature_at(self.chosen.temperature, example["step"])
+            temperature = temperature_at(self.discrete.temperature, example["step"])
         return nets["autoencoder"](x, gumbel(key, "gumbel", self.latent_shape), temperature), temperature
 
     def _terms(self, nets: Nets, example: Example) -> tuple[Terms, Relaxed]:
         """All by sample (B,), with their graph."""
-        chosen, x = self.chosen, (example["x_start"] + 1) / 2
+        discrete, x = self.discrete, (example["x_start"] + 1) / 2
         passed, temperature = self._pass(nets, example)
-        if chosen.reconstruction == "logit_laplace":
+        if discrete.reconstruction == "logit_laplace":
             recon = losses.logit_laplace(passed.out, x)
         else:
-            recon = getattr(losses, chosen.reconstruction)(passed.out, passed.target)
-        weight = torch.full_like(recon, chosen.kl_weight)
+            recon = getattr(losses, discrete.reconstruction)(passed.out, passed.target)
+        weight = torch.full_like(recon, discrete.kl_weight)
         if "step" in example:
-            weight = weight_at(chosen.kl_weight, chosen.kl_warmup, example["step"])
+            weight = weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"])
         kl = kl_to_uniform(passed.logits)
         # legacy weighs undivided nats; by sample that is a batch of one.
-        unit = 1 if chosen.kl_form == "legacy" else self.values
+        unit = 1 if discrete.kl_form == "legacy" else self.values
         return {"loss": recon + weight * kl / unit, "recon": recon, "kl": kl, "kl_weight": weight,
                 "temperature": temperature}, passed
 
@@ -104,12 +104,17 @@ class DiscreteSystem(AutoencoderSystem):
         """tokens: the likeliest, int64 (B, h, w)."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return 2 * nets["autoencoder"].decode(codes) - 1
+
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Architecture and normalization, and all weights."""
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
-        said = {name: getattr(self.chosen, name) for name in names} | {"channels": self.config.channels}
-        return said | {"normalization": self.chosen.normalization or default_normalization(self.config.channels)}, \
-            nets["autoencoder"].state_dict()
+        architecture = {name: getattr(self.discrete, name) for name in names} | {
+            "channels": self.config.channels,
+            "normalization": self.discrete.normalization or default_normalization(self.config.channels)}
+        return architecture, nets["autoencoder"].state_dict()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return (Down, Up, ResBlock) if self.chosen.num_resnet_blocks else (Down, Up)
+        return (Down, Up, ResBlock) if self.discrete.num_resnet_blocks else (Down, Up)

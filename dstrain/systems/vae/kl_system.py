@@ -44,23 +44,23 @@ class KLSystem(AutoencoderSystem):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.chosen = chosen = config.kl
+        self.kl = config.kl
         self.parts = {"autoencoder": self.learn}
-        if chosen.discriminator:
+        if self.kl.discriminator:
             self.parts["discriminator"] = self.discriminate
-        self._perceptual: Perceptual | None = None                        # loaded where it is first asked
-        self._adversarial = chosen.discriminator is not None             # at the step that `turns` was asked for
+        self._perceptual: Perceptual | None = None                        # loaded where it is first needed
+        self._adversarial = self.kl.discriminator is not None             # at the step that `turns` was asked for
         side = config.image_size // config.factor
-        self.latent_shape = (chosen.latent_channels, side, side)
+        self.latent_shape = (self.kl.latent_channels, side, side)
 
     def networks(self) -> dict[str, nn.Module]:
-        chosen = self.chosen
+        config = self.kl
         networks: dict[str, nn.Module] = {"autoencoder": KLAutoencoder(
-            self.config.channels, chosen.block_out_channels, chosen.layers_per_block, chosen.latent_channels,
-            chosen.norm_num_groups, chosen.quant_conv, chosen.mid_block_add_attention)}
-        if chosen.discriminator:
+            self.config.channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
+            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)}
+        if config.discriminator:
             networks["discriminator"] = PatchDiscriminator(
-                self.config.channels, chosen.discriminator.base_channels, chosen.discriminator.n_layers)
+                self.config.channels, config.discriminator.base_channels, config.discriminator.n_layers)
         return networks
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -68,7 +68,7 @@ class KLSystem(AutoencoderSystem):
     def turns(self, step: int) -> tuple[str, ...]:
         """The discriminator learns, and is learned from, from its start on."""
         # Kept from here, where the step is known to the host: a look at example["step"] would wait for the device.
-        self._adversarial = self.chosen.discriminator is not None and step >= self.chosen.discriminator.start
+        self._adversarial = self.kl.discriminator is not None and step >= self.kl.discriminator.start
         return ("autoencoder", "discriminator") if self._adversarial else ("autoencoder",)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
@@ -87,7 +87,7 @@ class KLSystem(AutoencoderSystem):
         of_critique = adversarial.gradient(terms["critique"], picture)
         # LDM balances sums over the values of an image; all of ours is that, divided by their number.
         weight = adversarial.balance(self.values * of_distance, of_critique)
-        weight = self.chosen.discriminator.weight / self.values * weight
+        weight = self.kl.discriminator.weight / self.values * weight
         pull = of_distance + weight.view(-1, 1, 1, 1) * of_critique
         descended = (passed.picture * pull).flatten(1).sum(1) + self._kl_share(terms["kl"])
         terms = {name: term.detach() for name, term in terms.items()} | {"critique_weight": weight}
@@ -124,21 +124,21 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
     def _distance(self, picture: Tensor, x: Tensor) -> Terms:
-        terms = {"recon": getattr(losses, self.chosen.reconstruction)(picture, x)}
-        if self.chosen.perceives:
+        terms = {"recon": getattr(losses, self.kl.reconstruction)(picture, x)}
+        if self.kl.perceives:
             if self._perceptual is None:          # encoding and exporting a finished run do without
-                self._perceptual = Perceptual(self.chosen.perceptual.path).to(x.device)
+                self._perceptual = Perceptual(self.kl.perceptual.path).to(x.device)
             terms["perceptual"] = self._perceptual(picture, x)
         return terms
 
     def _sum(self, terms: Terms) -> Tensor:
         """What a picture costs: (B,)."""
-        if self.chosen.perceives:
-            return terms["recon"] + self.chosen.perceptual.weight * terms["perceptual"]
+        if self.kl.perceives:
+            return terms["recon"] + self.kl.perceptual.weight * terms["perceptual"]
         return terms["recon"]
 
     def _kl_share(self, nats: Tensor) -> Tensor:
-        return self.chosen.kl_weight * nats / self.values
+        return self.kl.kl_weight * nats / self.values
 
     def _bound(self, terms: Terms) -> Tensor:
         return self._sum(terms) + self._kl_share(terms["kl"])
@@ -150,6 +150,10 @@ class KLSystem(AutoencoderSystem):
         """latent_mean and latent_std of the posterior, float32 (B, c, h, w) each."""
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
+
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As of the AutoencoderKL that has these weights, so that an exported one is the same first stage."""

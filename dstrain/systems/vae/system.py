@@ -36,10 +36,10 @@ class AutoencoderSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
-        found = tuple(batch["image"].shape[1:])
-        if found != self.config.shape:
+        shape = tuple(batch["image"].shape[1:])
+        if shape != self.config.shape:
             raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {found}; change the one or the other")
+                              f"image_size, the data give {shape}; change the one or the other")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class AutoencoderSystem(System):
 
     def from_diffusers(self, state: dict[str, Tensor],
                        diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        """The names are ours already."""
+        """Names stay as they are."""
         with torch.device("meta"):
             network = self.networks()["autoencoder"]
         weights.require_same(diffusers_config, getattr(network, "config", {}))

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, rng, systems
 from dstrain.data.rows import packed
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
+from dstrain.systems.phenaki import codec
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.maskgit import Pass
-from dstrain.systems.phenaki.pretrained import Pretrained
 from dstrain.systems.phenaki.texts import word_ids
 from tests.support import tokenizers, towers
 
@@ -282,8 +283,8 @@ def test_null_texts_are_guidance_s_own():
     """Oracle: a sample without a text is the sample of the empty text, and other than a text's."""
     system = build()
     nets, tokens = networks(system), torch.zeros(4, 3, 2, 2, dtype=torch.int64)
-    run = lambda conditions: system.decode(nets, tokens, tokens.bool(), Request(torch.arange(4), conditions, 5,
-                                                                                "confidence"))
+    run = lambda conditions: system.draw_tokens(
+        nets, tokens, tokens.bool(), Request(torch.arange(4), conditions, 5, "confidence"))
     assert torch.equal(run({}), run(system.conditions_from_texts([""] * 4)))
     assert not torch.equal(run({}), run(system.conditions_from_texts(["a bag"] * 4)))
 
@@ -293,7 +294,6 @@ def test_null_texts_are_guidance_s_own():
 
 def test_the_tokenizer_is_what_was_trained(tokenizer):
     """Oracle: the tokenizer system's own codes and fingerprint; videos with frames, and images as clips of one."""
-    from safetensors.torch import load_file
     theirs = systems.build("phenaki.tokenizer", tokenizers.TINY)
     net = theirs.networks()["tokenizer"]
     net.load_state_dict(load_file(f"{tokenizer}/tokenizer.safetensors"))
@@ -306,7 +306,7 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     assert all(torch.equal(cached[name], example[name]) for name in ("tokens", "real"))
     image = build(tokenizer={"path": tokenizer}, unconditional=True, token_shape=[1, 2, 2])
     assert torch.equal(image.encode({"key": batch["key"], "image": batch["video"][:, 0]})["tokens"], wanted[:, :1])
-    loaded = Pretrained(tokenizer)
+    loaded = codec.load(tokenizer)
     assert not loaded.training and not any(weight.requires_grad for weight in loaded.train().parameters())
     from dstrain.encoders.autoencoder import fingerprint
     assert loaded.fingerprint == fingerprint(*theirs.identity({"tokenizer": net}))
@@ -324,10 +324,10 @@ def test_samples_go_on_from_given_frames(tokenizer):
     assert video.shape == (2, 5, 1, 16, 16) and torch.equal(video[:, :3], prime)
     other = system.sample(nets, Request(torch.tensor([7, 8]), conditions, 4, "confidence"))
     assert torch.equal(other[:, :3], prime) and not torch.equal(other[:, 3:], video[:, 3:])
-    tokens = system.tokenizer().encode(prime.float() / 127.5 - 1)
+    tokens = system.tokenizer().encode(prime.float() / 127.5 - 1)["tokens"]
     given = torch.zeros(2, 3, 2, 2, dtype=torch.bool)
     given[:, :2] = True
-    found = system.decode(nets, F.pad(tokens, (0, 0, 0, 0, 0, 1)), given, request)
+    found = system.draw_tokens(nets, F.pad(tokens, (0, 0, 0, 0, 0, 1)), given, request)
     assert torch.equal(found[:, :2], tokens)
     pictures = system.conditions_from(prime[:, 0])                        # a picture is a video of one frame
     assert torch.equal(pictures["prime"], prime[:, :1])
@@ -356,11 +356,11 @@ def test_padding_in_decoding(critic):
     given = torch.zeros(tokens.shape, dtype=torch.bool)
     request = lambda **conditions: Request(torch.arange(2), conditions, 6, system.config.samplers[-1])
     real = torch.tensor([[True, True, False], [True, True, True]])
-    found = system.decode(nets, tokens, given, request(real=real))
+    found = system.draw_tokens(nets, tokens, given, request(real=real))
     assert torch.equal(found[0, 2], tokens[0, 2])
     other = tokens.clone()
     other[0, 2] = (other[0, 2] + 7) % 64
-    assert torch.equal(system.decode(nets, other, given, request(real=real))[real], found[real])
+    assert torch.equal(system.draw_tokens(nets, other, given, request(real=real))[real], found[real])
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -414,7 +414,7 @@ def test_another_tokenizer(tokenizer, changes, words):
 
 def test_a_replaced_tokenizer(tokenizer, tmp_path):
     """Oracle: the fingerprint: another seed's weights in the same place are refused, the same weights are not."""
-    own = Pretrained(tokenizer).fingerprint
+    own = codec.load(tokenizer).fingerprint
     build(tokenizer={"path": tokenizer, "fingerprint": own}).tokenizer()
     other = str(tokenizers.save(tmp_path, seed=1))
     with pytest.raises(ValueError, match=f"was trained with {own}.*put that one back there"):
@@ -422,22 +422,15 @@ def test_a_replaced_tokenizer(tokenizer, tmp_path):
 
 
 def test_folders_without_a_tokenizer(tmp_path):
-    """Oracle: a ValueError that says what is missing."""
-    with pytest.raises(ValueError, match="holds no recipe.yaml and no tokenizer.safetensors; write one with"):
-        Pretrained(str(tmp_path))
-    (tmp_path / "run.yaml").touch()
-    with pytest.raises(ValueError, match=f"{tmp_path} is a run; export it, launch/export.py {tmp_path} --format"):
-        Pretrained(str(tmp_path))
-    tokenizers.save(tmp_path)
-    (tmp_path / "tokenizer.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match="does not hold the weights.*export the run once more"):
-        Pretrained(str(tmp_path))
-    (tmp_path / "recipe.yaml").write_text("system: dit\nmodel: {}\n")
-    with pytest.raises(ValueError, match="is a dit, and videos become tokens by a phenaki.tokenizer"):
-        Pretrained(str(tmp_path))
-    (tmp_path / "recipe.yaml").write_text("- 3\n")
-    with pytest.raises(ValueError, match="no recipe with system and model"):
-        Pretrained(str(tmp_path))
+    """Oracle: a ConfigError that names tokenizer.path and the remedy; other folders are refused in test_codec.py."""
+    with pytest.raises(ConfigError, match=f"tokenizer.path: {tmp_path} holds no recipe.yaml; write one with"):
+        codec.load(str(tmp_path))
+    recipe_of_vae = "name: x\nsystem: vae\nmodel: {image_size: 8, discrete: {num_tokens: 4, hidden_dim: 4}}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe_of_vae)
+    network = systems.build("vae", recipe.load(tmp_path / "recipe.yaml").model).networks()["autoencoder"]
+    save_file(network.state_dict(), tmp_path / "autoencoder.safetensors")
+    with pytest.raises(ConfigError, match="is a vae, and videos become tokens by a phenaki.tokenizer; export a run"):
+        codec.load(str(tmp_path))
 
 
 def source(**item):
@@ -513,7 +506,7 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     run = run_of(SILENT | {"tokenizer": {"path": tokenizer}}, data=data)
     found = Config.model_validate(recipe.check(run, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((3, 2, 2), 64, 2)
-    assert found.tokenizer.fingerprint == Pretrained(tokenizer).fingerprint and found.codes is None
+    assert found.tokenizer.fingerprint == codec.load(tokenizer).fingerprint and found.codes is None
     codes = Codes(kind="tokens", shape=(2, 2, 2), flips=1, scaling_factor=None, first_stage="abc", codebook_size=32,
                   text=(4, 6), text_encoder="t5")
     cached = run_of(SILENT).model_copy(update={"data": run.data.model_copy(update={"codes": codes, "num_frames": 5})})
@@ -528,7 +521,7 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     assert (hashes.text_encodings_dim, hashes.max_text_len, hashes.text_encoder_fingerprint) == (None, 5, None)
     with pytest.raises(ConfigError, match="codebook_size 8192.*of a codebook of 32; set model.codebook_size=32"):
         recipe.check(cached.model_copy(update={"model": SILENT | {"codebook_size": 8192}}), Config)
-    with pytest.raises(ValueError, match="holds no recipe.yaml"):
+    with pytest.raises(ValueError, match="there is no folder"):
         recipe.check(run_of(SILENT | {"tokenizer": {"path": f"{tokenizer}/nothing"}}), Config)
     with pytest.raises(ValueError, match="no tokenizer is named that encodes it; set model.tokenizer.path"):
         recipe.check(run_of(SILENT), Config)

@@ -26,7 +26,7 @@ def nets_of(system):
 def theirs_of(system):
     """diffusers' AutoencoderKL of the same arguments."""
     from diffusers import AutoencoderKL
-    chosen = system.chosen
+    chosen = system.kl
     stages = len(chosen.block_out_channels)
     return AutoencoderKL(
         in_channels=system.config.channels, out_channels=system.config.channels, latent_channels=chosen.latent_channels,

@@ -57,15 +57,15 @@ class TokenizerSystem(System):
         self._usage: Usage | None = None                                  # of codes, what `diversity` is measured to
         if config.quantizer == "lookup_free":
             self._usage, self.watched = Usage(bits_of(config.codebook_size), config.usage_decay), ("shares",)
-        self._perceptual: Perceptual | None = None                        # loaded where it is first asked
+        self._perceptual: Perceptual | None = None                        # loaded where it is first needed
         self._adversarial = config.discriminator is not None              # both: at the step that `turns` was asked for
         self._penalized = self._adversarial and config.discriminator.penalty is not None
         self.values = config.channels * config.size[0] * config.size[1]  # of a frame
 
     def networks(self) -> dict[str, nn.Module]:
         networks: dict[str, nn.Module] = {"tokenizer": CViViT(**self.config.network_arguments())}
-        if chosen := self.config.discriminator:
-            networks["discriminator"] = PatchDiscriminator(self.config.channels, chosen.base_channels, chosen.n_layers)
+        if config := self.config.discriminator:
+            networks["discriminator"] = PatchDiscriminator(self.config.channels, config.base_channels, config.n_layers)
         return networks
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -73,13 +73,12 @@ class TokenizerSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
-        given = {"image", "video"} & batch.keys()
-        example = {name: tensor for name, tensor in batch.items() if name not in given}
+        example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
-        found, p = tuple(video.shape[2:]), self.config.temporal_patch_size
-        if found != self.config.shape:
+        shape, p = tuple(video.shape[2:]), self.config.temporal_patch_size
+        if shape != self.config.shape:
             raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {found}; change the one or the other")
+                              f"image_size, the data give {shape}; change the one or the other")
         if (video.shape[1] - 1) % p:
             raise ConfigError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
                               f"take {video.shape[1] - (video.shape[1] - 1) % p}")
@@ -91,9 +90,9 @@ class TokenizerSystem(System):
     def turns(self, step: int) -> tuple[str, ...]:
         """The discriminator learns, and is learned from, from its start on."""
         # Kept from here, where the step is known to the host: a look at example["step"] would wait for the device.
-        chosen = self.config.discriminator
-        self._adversarial = chosen is not None and step >= chosen.start
-        self._penalized = self._adversarial and chosen.penalty is not None and step % chosen.penalty.every == 0
+        config = self.config.discriminator
+        self._adversarial = config is not None and step >= config.start
+        self._penalized = self._adversarial and config.penalty is not None and step % config.penalty.every == 0
         return ("tokenizer", "discriminator") if self._adversarial else ("tokenizer",)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
@@ -257,14 +256,18 @@ class TokenizerSystem(System):
         """tokens: int64 (B, t, h, w); those of frames that are not real mean nothing."""
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
+    @torch.no_grad()
+    def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        return nets["tokenizer"].decode_tokens(codes)
+
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Architecture and all weights; neither how many frames nor how it was trained."""
-        said = self.config.network_arguments()
+        architecture = self.config.network_arguments()
         left_out = {"dropout", "recompute", "inv_temperature"}
         if self.config.quantizer != "cosine":
             left_out.add("codebook_dim")
-        said = {name: value for name, value in said.items() if name not in left_out}
-        return said | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
+        architecture = {name: value for name, value in architecture.items() if name not in left_out}
+        return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Names and shapes must be ours, which are the same for any image_size and num_frames. ConfigError: the first

@@ -1,0 +1,161 @@
+"""A first stage of our own, frozen: an exported discrete VAE, KL autoencoder or video tokenizer encodes and decodes.
+
+Latents are those of the posterior, neither scaled nor shifted. A model that wants them at unit variance scales them
+itself and undoes it before `decode`, as encoders/autoencoder.py does with scaling_factor and shift.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dstrain import recipe, systems
+from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.frozen import Frozen, one_line
+from dstrain.recipe import ConfigError, Run
+from dstrain.systems.base import System
+
+
+class Codec(Frozen):
+    """Images or videos in [-1, 1] to codes and back, in float32 and without gradient.
+
+    network  the trained network of the system's first part, the only one that is kept.
+    run      the recipe that it was trained with.
+    path     the folder that it comes from, for messages.
+    key      what names that folder, for messages: a key of the recipe, or an option.
+
+    Attributes, beside run, path and key:
+        fingerprint          a hash of architecture and weights, which tells first stages apart
+        kind                 "latents" or "tokens"
+        codebook_size        number of token ids; None for latents
+        of_videos            whether it takes videos; an image is then a video of one frame
+        temporal_patch_size  a video has 1 + k * this frames
+        shape, channels      (C, H, W) of an image or frame, and its C
+        codes_shape          latents (c, h, w), tokens of images (h, w), tokens of the longest video (t, h, w)
+    """
+
+    def __init__(self, network: nn.Module, system: System, run: Run, path: str, key: str = "first_stage.path") -> None:
+        super().__init__()
+        self.run, self.path, self.key, self._system = run, path, key, system
+        self.network = network.float()
+        self.eval().requires_grad_(False)
+        part = next(iter(system.parts))
+        self._nets = {part: self.network}
+        self.fingerprint = fingerprint(*system.identity(self._nets))
+        self.codebook_size, self.temporal_patch_size = system.codebook_size, system.temporal_patch_size
+        batch = system.synthetic(1)
+        self.of_videos = "video" in batch
+        pixels = batch["video" if self.of_videos else "image"]
+        self.shape, self.channels = tuple(pixels.shape[-3:]), pixels.shape[-3]
+        with torch.device("meta"):                                        # computes shapes and nothing else
+            example = {"x_start": torch.empty(pixels.shape), "frames": torch.full((1,), pixels.shape[1])}
+            codes = system.codes({part: system.networks()[part]}, example)
+        self.kind = "tokens" if "tokens" in codes else "latents"
+        self.codes_shape = tuple(next(iter(codes.values())).shape[1:])
+
+    @classmethod
+    def load(cls, path: str | Path, key: str = "first_stage.path") -> "Codec":
+        """From a folder that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
+
+        ConfigError: the folder is absent, holds something else or damaged weights, or its system encodes nothing.
+        """
+        folder = Path(path)
+        _require_export(folder, key)
+        try:
+            run = recipe.load(folder / "recipe.yaml")
+            system = systems.build(run.system, run.model)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({one_line(error)}); export the "
+                              "run once more") from None
+        require_codes(system, run, path, key)
+        part = next(iter(system.parts))
+        network = system.networks()[part]
+        try:
+            network.load_state_dict(_weights(folder, part))
+        except (OSError, SafetensorError, RuntimeError) as error:         # the last where names or shapes differ
+            raise ConfigError(f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
+                              f"({one_line(error)}); export the run once more") from None
+        return cls(network, system, run, str(path), key)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, frames: Tensor | None = None) -> dict[str, Tensor]:
+        """What System.codes gives: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape) each.
+
+        pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. frames: how many frames of each video
+        are real, int64 (B,), None for all; tokens of the others mean nothing. ConfigError: pixels of another shape.
+        """
+        self.require_shape(tuple(pixels.shape[-3:]))
+        if self.of_videos and pixels.ndim == 4:
+            pixels = pixels[:, None]
+        elif pixels.ndim == 5 and not self.of_videos:
+            raise ConfigError(f"{self.key}: the first stage at {self.path} encodes images, and the data give videos; "
+                              "name the export of a phenaki.tokenizer")
+        count = pixels.shape[1]
+        if self.of_videos and (count - 1) % self.temporal_patch_size:
+            raise ConfigError(f"data.num_frames: {count} frames do not fit the temporal patch of "
+                              f"{self.temporal_patch_size} in {self.path}; take 1 + a multiple of it")
+        if frames is None:
+            frames = torch.full((len(pixels),), count, device=pixels.device)
+        return self._system.codes(self._nets, {"x_start": pixels, "frames": frames})
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Images (B, C, H, W) or videos (B, T, C, H, W), float32 in [-1, 1].
+
+        codes: tokens int64, or latents float (a mean, or a draw from the posterior), (B, *codes_shape); videos may have
+        another number of latent frames. ConfigError: another kind or shape, or token ids beyond the codebook.
+        """
+        of_tokens, inner = self.kind == "tokens", 2 if self.of_videos else 1
+        if (codes.ndim != len(self.codes_shape) + 1 or codes.shape[inner:] != self.codes_shape[inner - 1:]
+                or codes.is_floating_point() == of_tokens):
+            raise ConfigError(f"{self.key}: codes are {tuple(codes.shape[1:])} of {codes.dtype}, the first stage at "
+                              f"{self.path} decodes {self.kind} {self.codes_shape}; name the one that encoded them")
+        if of_tokens and codes.numel():
+            low, high = (int(limit) for limit in torch.aminmax(codes))
+            if low < 0 or high >= self.codebook_size:
+                raise ConfigError(f"{self.key}: token ids go from {low} to {high}, the first stage at {self.path} "
+                                  f"decodes 0 to {self.codebook_size - 1}; name the one that encoded them")
+        return self._system.decode(self._nets, codes)
+
+    def require_shape(self, shape: tuple[int, ...]) -> None:
+        """ConfigError where images or frames are not (channels, height, width) as this first stage's are."""
+        if shape != self.shape:
+            raise ConfigError(f"data: images or frames are {shape} (channels, height, width), the first stage at "
+                              f"{self.path} takes {self.shape}; set data.channels, data.height and data.image_size "
+                              "(--image-size) to its own")
+
+
+def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
+    """ConfigError where the system of a run has no codes."""
+    if not system.encodes:
+        raise ConfigError(f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
+                          "name one of an autoencoder (vae) or of a video tokenizer (phenaki.tokenizer)")
+
+
+def _require_export(folder: Path, key: str) -> None:
+    """ConfigError where a folder is none, or has no recipe beside its weights."""
+    if (folder / "recipe.yaml").is_file():
+        return
+    problem = f"{folder} holds no recipe.yaml"
+    if not folder.is_dir():
+        problem = f"there is no folder {folder}"
+    elif (folder / "run.yaml").is_file():
+        problem = f"{folder} is a run and no export"
+    elif any((folder / name).is_file() for name in ("config.json", "model_index.json")):
+        problem = f"{folder} holds weights of diffusers and no recipe.yaml"
+    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER, and "
+                      "name that folder")
+
+
+def _weights(folder: Path, part: str) -> dict[str, Tensor]:
+    """The part's state dict: PART.safetensors of an export; of a consolidated run the files in PART/, or in the folder
+    itself where it has one part. OSError: there are none.
+    """
+    files = [folder / f"{part}.safetensors"]
+    if not files[0].is_file():
+        files = sorted((folder / part if (folder / part).is_dir() else folder).glob("model*.safetensors"))
+    if not files:
+        raise OSError(f"there is no {part}.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
