@@ -47,6 +47,12 @@ def _gaussian(size: int, like: Tensor) -> Tensor:
     return weight / weight.sum()
 
 
+def likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+    """psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
+    picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
+    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
+
+
 def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 

@@ -17,6 +17,7 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
@@ -141,7 +142,7 @@ class DiTSystem(System):
         else:
             x_start = self._chain(network, x, sampler, request.num_steps, keys)
         pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
-        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        return to_uint8(pixels)
 
     def _guided(self, nets: Nets, request: Request) -> Network:
         y = request.conditions.get("label", request.seeds % self.config.num_classes)

@@ -18,6 +18,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
@@ -154,7 +155,7 @@ class IDDPMSystem(System):
         else:
             noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
             x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
-        return _levels(x_start)
+        return to_uint8(x_start)
 
     def _spec(self, sampler: str, count: int) -> str:
         """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
@@ -181,7 +182,7 @@ class IDDPMSystem(System):
         """low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
         if not self.starts_from_data:
             return {}
-        return {"low_res": _levels(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
+        return {"low_res": to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
 
     def _shrunk(self, pixels: Tensor) -> Tensor:
         return F.interpolate(pixels, self.config.small_size, mode="area")
@@ -243,11 +244,6 @@ class IDDPMSystem(System):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.timesteps.load_state_dict(state)
-
-
-def _levels(pixels: Tensor) -> Tensor:
-    """[-1, 1] to uint8."""
-    return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def build(config: Config) -> IDDPMSystem:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.nn.fitting import Remedies
-from dstrain.nn.measures import psnr, ssim
+from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
-from dstrain.systems.base import Batch, Example, Nets, System, Terms
+from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
 
@@ -45,7 +45,7 @@ class AutoencoderSystem(System):
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """reconstruction: of each sample, side by side on one scale, the original and what the network makes of it."""
         shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
-        return {"reconstruction": ((shown + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)}
+        return {"reconstruction": to_uint8(shown)}
 
     @abstractmethod
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
@@ -71,9 +71,3 @@ class AutoencoderSystem(System):
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)
         return {"key": key, "position": positions, "image": image}
-
-
-def likeness(picture: Tensor, truth: Tensor) -> Terms:
-    """psnr in dB and ssim by sample, of pictures in [-1, 1], clamped to it."""
-    picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
-    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
