@@ -134,7 +134,8 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
     """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
     store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
     if (source / NAME).exists() or (source / COMMON).exists():
-        if step not in (None, _step(source)):
+        match = _STEP.fullmatch(source.name)
+        if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
     if store is None:
@@ -153,11 +154,6 @@ def _steps(store: Path) -> dict[int, Path]:
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {int(match[1]): path for path in paths
             if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)}
-
-
-def _step(checkpoint: Path) -> int | None:
-    match = _STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
 
 
 def _of_dstrain(order: Order, checkpoint: Path) -> Plan:

@@ -88,10 +88,8 @@ def hinge(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """An estimate of PatchDiscriminator's squared slope: two (B, ...) -> (B,).
-
-    `logits` are of pictures, `stepped` of pictures + sigma * standard normal noise. As sigma goes to 0, the estimate's
-    mean over noise goes to the squared slope.
+    """PatchDiscriminator's squared slope, estimated from `logits` at pictures and `stepped` ones at pictures + sigma *
+    standard normal noise: two (B, ...) -> (B,). As sigma goes to 0, its mean over noise goes to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 

@@ -40,10 +40,8 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def differs_in_rows(state: dict[str, Tensor], shapes: Shapes, name: str) -> bool:
     """Whether the table `name` differs from the network's in its number of rows alone."""
-    if name not in state or name not in shapes:
-        return False
-    held, needed = tuple(state[name].shape), shapes[name]
-    return held[1:] == needed[1:] and held != needed
+    return (name in state and name in shapes and tuple(state[name].shape[1:]) == shapes[name][1:]
+            and len(state[name]) != shapes[name][0])
 
 
 def fresh_rows(table: Tensor, shape: tuple[int, ...], std: float) -> Tensor:

@@ -175,10 +175,7 @@ def code_of(tokens: Tensor, bits: int) -> Tensor:
 
 
 def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
-    """Mean p(c|z) over a sample's tokens by group: (B, N, d), (B, N) -> (B, sum of the groups' codes).
-
-    logits  of each bit being +1; weight is that of each token.
-    """
+    """Mean p(c|z) over a sample's tokens by group: logits of each bit being +1 (B, N, d), (B, N) -> (B, codes)."""
     shares = []
     for part in logits.split(groups(logits.shape[-1]), dim=-1):
         size = part.shape[-1]

@@ -55,7 +55,6 @@ class Perceptual(nn.Module):
         return distance
 
     def _stages(self, x: Tensor) -> list[Tensor]:
-        """The features of each stage, (B, c, h, w) each."""
         x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
         x, features = (x - self.mean) / self.std, []
         for number, layer in enumerate(self.features):

@@ -17,7 +17,7 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
@@ -64,10 +64,7 @@ class DiTSystem(System):
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
-        shape = tuple(example["x_start"].shape[1:])
-        if shape != self.shape:
-            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                              f"in_channels, the data give {shape}; change the one or the other")
+        require_shape(example["x_start"], self.shape, "in_channels")
         return example
 
     def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
@@ -63,10 +63,7 @@ class IDDPMSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
         example = super().encode(batch)
-        shape = tuple(example["x_start"].shape[1:])
-        if shape != self.shape:
-            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                              f"in_channels, the data give {shape}; change the one or the other")
+        require_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
             example["low_res"] = self._shrunk(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":

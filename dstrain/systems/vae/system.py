@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.nn.fitting import Remedies
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
@@ -36,10 +36,7 @@ class AutoencoderSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
-        shape = tuple(batch["image"].shape[1:])
-        if shape != self.config.shape:
-            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {shape}; change the one or the other")
+        require_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:

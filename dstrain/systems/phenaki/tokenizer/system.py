@@ -24,7 +24,7 @@ from dstrain.nn.fitting import require_fit, shapes_of
 from dstrain.nn.lookup_free import Usage, bits_of
 from dstrain.nn.measures import codebook_usage, histogram, likeness
 from dstrain.nn.perceptual import Perceptual
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
@@ -76,10 +76,8 @@ class TokenizerSystem(System):
         """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
-        shape, p = tuple(video.shape[2:]), self.config.temporal_patch_size
-        if shape != self.config.shape:
-            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {shape}; change the one or the other")
+        require_shape(video, self.config.shape, "channels")
+        p = self.config.temporal_patch_size
         if (video.shape[1] - 1) % p:
             raise ConfigError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
                               f"take {video.shape[1] - (video.shape[1] - 1) % p}")
