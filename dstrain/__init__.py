@@ -1,3 +1,17 @@
-"""dstrain: a DeepSpeed-first trainer for visual generative models."""
+"""dstrain: a DeepSpeed-first trainer for visual generative models.
+
+In a notebook: `run = dstrain.load("runs/dit-small")`, then `run.sample(16)`; see dstrain/notebook.py.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["TrainedRun", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of a notebook, imported when they are asked for: `import dstrain` alone stays without torch."""
+    if name in __all__:
+        return getattr(importlib.import_module("dstrain.notebook"), name)
+    raise AttributeError(f"module 'dstrain' has no attribute {name!r}")

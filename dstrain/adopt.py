@@ -1,7 +1,7 @@
-"""Weights from elsewhere as a run's folder, so that every verb that reads a run takes them; nothing is trained.
+"""Weights from elsewhere as a run's folder, which generate, evaluate, encode and export then read; nothing is trained.
 
     run.yaml                      the recipe, with the file as init_from and without averages
-    checkpoints/step_00000000/    the weights that training would begin with; no moments, so that none goes on here
+    checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
 """
 
 import os
@@ -26,38 +26,38 @@ from dstrain.systems.base import System
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to make a run of."""
+class AdoptOptions:
+    """Which weights become a run, and where."""
 
     weights: Path                              # what init_from takes
     run: Run                                   # its recipe, checked; the data need not be here
     out: Path                                  # a new folder
 
 
-def adopt(order: Order) -> list[str]:
-    """Writes order.out, whole or not at all; what was loaded, replaced and left, a line each.
+def adopt(options: AdoptOptions) -> list[str]:
+    """Writes options.out, whole or not at all; returns what was loaded, replaced and left, a line each.
 
     ConfigError: the weights do not fit the recipe, or are damaged; or the folder cannot be written.
     """
     if group.place().world > 1:
         raise ConfigError("an import takes one process: python launch/import.py ...")
-    out = order.out
+    out = options.out
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is there already: name a new folder")
-    if not order.weights.exists():
-        raise ConfigError(f"{order.weights} does not exist: give a weights file, a folder of diffusers or of a run")
-    samples = order.run.samples.model_copy(update={"ema": None})
-    run = order.run.model_copy(update={"folder": out, "init_from": order.weights, "ema": Ema(decays=()),
+    if not options.weights.exists():
+        raise ConfigError(f"{options.weights} does not exist: give a weights file, a folder of diffusers or of a run")
+    samples = options.run.samples.model_copy(update={"ema": None})
+    run = options.run.model_copy(update={"folder": out, "init_from": options.weights, "ema": Ema(decays=()),
                                        "samples": samples})
     system = systems.build(run.system, run.model)
-    found = fitted(order.weights, system)
-    values = {part: state for part, (state, _) in found.items()} | _anew(system, run.seed, found)
+    loaded = fitted(options.weights, system)
+    values = {part: state for part, (state, _) in loaded.items()} | _anew(system, run.seed, loaded)
     tmp = out.absolute().with_name(f"{out.absolute().name}.tmp{os.getpid()}")
     try:
         tmp.mkdir(parents=True)
         store = Store(tmp / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
-        if not store.save(0, lambda folder: _write(folder, system, values), {"imported": order.weights.name}, size):
+        if not store.save(0, lambda folder: _write(folder, system, values), {"imported": options.weights.name}, size):
             raise ConfigError(f"--out {out} was not written: {store.error}")
         (tmp / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
         if out.is_dir():
@@ -68,19 +68,19 @@ def adopt(order: Order) -> list[str]:
                           "written") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return [note for _, notes in found.values() for note in notes]
+    return [note for _, notes in loaded.values() for note in notes]
 
 
-def _anew(system: System, seed: int, found: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
-    """Initial weights of the parts that the file has not, as training would begin them."""
-    if not system.parts.keys() - found.keys():
+def _anew(system: System, seed: int, loaded: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
+    """Initial weights of the parts that are not in the file, as training would begin them."""
+    if not system.parts.keys() - loaded.keys():
         return {}
     built = build(system.networks, seed)
-    return {part: dict(values) for part, (_, values) in built.items() if part not in found}
+    return {part: dict(values) for part, (_, values) in built.items() if part not in loaded}
 
 
 def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The files of a checkpoint of one rank. ConfigError: values that are not finite, of which nothing can be drawn."""
+    """The files of a checkpoint of one rank. ConfigError: some values are not finite."""
     with torch.device("meta"):
         networks = system.networks()
     buffers: dict[str, Tensor] = {}
@@ -92,9 +92,9 @@ def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tenso
         write_shard(folder / shard_name(part, 0, 1), (
             ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
             for name, value in trained.items()), {"part": part})
-        kept = network.state_dict()
-        buffers |= {f"buffer/{part}/{name}": values[part][name].to(kept[name].dtype).contiguous().clone()
-                    for name in kept if name not in trained}
+        state = network.state_dict()
+        buffers |= {f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
+                    for name in state if name not in trained}
     save_file(buffers, folder / COMMON, metadata={"counters": "{}"})
 
 

@@ -1,12 +1,13 @@
 """A training step timed against a plain PyTorch loop over the same network, loss, optimizer and averages, in one run.
 
     dstrain      the loop's own take_step and EmaShadow.update, under the DeepSpeed config asked for
-    plain        the honest rival: the same network in the same precision (bf16 weights with fp32 masters), AdamW, fused
+    plain        the plain loop: the same network in the same precision (bf16 weights with fp32 masters), AdamW, fused
                  on a GPU, gradient clipping, one foreach lerp an average; compiled by block where dstrain compiles
     matmul       the largest rate of a square matrix product on this device, in the same precision
 
-Both sides get one synthetic batch again and again, so the loader is left out. They take turns, A B A B; the smallest
-and the median time of a step are reported. The rival is one process: on several ranks only dstrain's side runs.
+Both sides get the same synthetic batch at every step, so that no loader is timed. They take turns, A B A B; the
+smallest and the median time of a step are reported. The plain loop is one process: on several ranks only dstrain's side
+runs.
 
 2026-11-22, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
 rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). Attention: launch/bench_attention.py.
@@ -49,15 +50,15 @@ class Repeated:
             yield dict(self.batch)
 
 
-class Silent:
-    """What take_step tells a tracker, unheard."""
+class NoTracker:
+    """What take_step calls of a Tracker; reports nothing."""
 
     def add(self, part: str, terms: dict[str, torch.Tensor]) -> None:
         pass
 
 
 def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
-    """Times and prints; seconds a step and rates, by name."""
+    """Times both sides, prints and returns the figures by name: seconds a step and rates."""
     start()
     device, dtype = group.device(), _DTYPES[precision(settings)]
     system = systems.build(run.system, run.model)
@@ -70,20 +71,20 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     sides, flops = {"dstrain": ours}, 0
     if group.world() == 1 and len(system.parts) == 1:
         _, sides["plain"], flops = plain_side(run, system, batch, accumulation, dtype)
-    seconds = _alternate(sides, device, run.steps // 2)                   # where an adversary has joined
-    found = {f"{name} {kind} s": value for name, times in seconds.items()
-             for kind, value in (("least", min(times)), ("median", statistics.median(times)))}
-    found |= {f"{name} samples/s": run.batch.global_ / min(times) for name, times in seconds.items()}
+    seconds = _alternate(sides, device, run.steps // 2)                   # by then an adversary has joined
+    figures = {f"{name} {kind} s": value for name, times in seconds.items()
+               for kind, value in (("least", min(times)), ("median", statistics.median(times)))}
+    figures |= {f"{name} samples/s": run.batch.global_ / min(times) for name, times in seconds.items()}
     if "plain" in seconds:
         peak = _matmul_rate(device, dtype)
-        found |= {"dstrain / plain": min(seconds["dstrain"]) / min(seconds["plain"]), "matmul TFLOP/s": peak / 1e12,
-                  "dstrain share of matmul": flops / min(seconds["dstrain"]) / peak}
+        figures |= {"dstrain / plain": min(seconds["dstrain"]) / min(seconds["plain"]), "matmul TFLOP/s": peak / 1e12,
+                    "dstrain share of matmul": flops / min(seconds["dstrain"]) / peak}
     if device.type == "cuda":
-        found["peak memory of both GB"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["peak memory of both GB"] = torch.cuda.max_memory_allocated() / 1e9
     if group.rank() == 0:
         print(f"{run.name}, {precision(settings)}, batch {run.batch.global_} on {group.world()} ranks of {device.type}")
-        print("\n".join(f"  {name:28} {value:.4g}" for name, value in found.items()))
-    return found
+        print("\n".join(f"  {name:28} {value:.4g}" for name, value in figures.items()))
+    return figures
 
 
 def our_side(run: Run, settings: dict[str, Any], system: System,
@@ -93,7 +94,7 @@ def our_side(run: Run, settings: dict[str, Any], system: System,
     ema = EmaShadow(engines.masters, run.ema, system.averaged)
 
     def step(number: int) -> None:
-        take_step(number, run, system, engines, batches, Silent())
+        take_step(number, run, system, engines, batches, NoTracker())
         ema.update(number, engines.applied())
 
     return engines, step
@@ -101,7 +102,7 @@ def our_side(run: Run, settings: dict[str, Any], system: System,
 
 def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
                dtype: torch.dtype) -> tuple[list[nn.Parameter], Callable[[int], None], int]:
-    """The rival's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
+    """The plain loop's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
     (part, (network, values)), = build(system.networks, run.seed).items()
     network.load_state_dict(dict(values), strict=False)
     nhwc = run.channels_last and all(weight.ndim < 5 for weight in network.parameters())       # of images alone

@@ -1,7 +1,6 @@
 """A trained run as a folder of its own, read back and compared with the trained networks.
 
-    diffusers      what diffusers loads: how stands in the system's own folder, systems/SYSTEM/to_diffusers.py; with a
-                   model card, README.md
+    diffusers      what diffusers loads, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md
     safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
 """
 
@@ -22,8 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import recipe, systems
-from dstrain.data import order as orders
 from dstrain.data.batches import held_out
+from dstrain.data.order import Order
 from dstrain.data.shards import INDEX, read_index, statistics, sums
 from dstrain.data.sources import open_sources
 from dstrain.encoders.autoencoder import fingerprint
@@ -40,8 +39,8 @@ _TOLERATED = 1e-5             # relative; the same float32 operations in the sam
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to export."""
+class ExportOptions:
+    """What to export, of which weights, and where to."""
 
     run: Path
     out: Path                                  # folder to write
@@ -55,60 +54,65 @@ class Order:
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of it."""
+    """What was written."""
 
     name: str                                  # diffusers' class, or safetensors
     errors: dict[str, float]                   # relative, against the trained network
     statistics: dict[str, Any]                 # what was measured or read on the way
-    note: str = ""                             # what whoever loads it has to know
+    note: str = ""                             # what its user has to know
 
 
-def export(order: Order) -> Exported:
-    """Writes order.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
+def export(options: ExportOptions) -> Exported:
+    """Writes options.out, whole or not at all. ConfigError: it cannot be expressed, or does not agree."""
     if group.place().world > 1:
         raise ConfigError("an export takes one process: python launch/export.py ...")
-    if order.statistics and order.format != "diffusers":
+    if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives an autoencoder's scaling_factor, which only --format diffusers writes: "
                           "leave it out")
-    run = trained.read(order.run)
-    writer = _writer(order.run, run) if order.format == "diffusers" else None
-    if order.out.exists() and (not order.out.is_dir() or any(order.out.iterdir())):
-        raise ConfigError(f"--out {order.out} is there already: name a new folder")
+    run = trained.read(options.run)
+    writer = _writer(options.run, run) if options.format == "diffusers" else None
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ConfigError(f"--out {options.out} is there already: name a new folder")
     system = systems.build(run.system, run.model)
-    if order.statistics and not system.encodes:
-        raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {order.run} trains {run.system}: "
+    if options.statistics and not system.encodes:
+        raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {options.run} trains {run.system}: "
                           "leave it out")
-    checkpoint = trained.checkpoint(order.run, order.step)
-    ema = run.samples.ema if order.ema is None else order.ema
-    kinds = trained.kinds(system, checkpoint, ema, order.raw, every=True)
+    checkpoint = trained.checkpoint(options.run, options.step)
+    ema = run.samples.ema if options.ema is None else options.ema
+    kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
     if writer is not None:                                        # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
-    tmp = order.out.with_name(f"{order.out.name}.tmp{os.getpid()}")
+    tmp = options.out.with_name(f"{options.out.name}.tmp{os.getpid()}")
     try:
         tmp.parent.mkdir(parents=True, exist_ok=True)
         if writer is None:
-            done = _as_parts(run, checkpoint, kinds, tmp)
+            exported = _as_parts(run, checkpoint, kinds, tmp)
         else:
             nets = trained.networks(system, checkpoint, kinds, torch.float32)
-            done = _in_diffusers(order, run, system, nets, writer, tmp)
-        limits = getattr(writer, "TOLERATED", {})
-        wrong = {name: error for name, error in done.errors.items() if not error <= limits.get(name, _TOLERATED)}
-        if wrong:
-            raise ConfigError(f"{order.run} read back from {done.name} differs from the trained network by "
-                              f"{', '.join(f'{error:.1e} ({name})' for name, error in wrong.items())}: nothing is kept")
+            exported = _in_diffusers(options, run, system, nets, writer, tmp)
+        _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
-            card.write(tmp, order.out.name, run, order.run, checkpoint, kinds, done.name, done.note,
-                       writer.about(system)[2], done.errors)
-        if order.out.is_dir():
-            order.out.rmdir()
-        os.rename(tmp, order.out)
-    except (OSError, SafetensorError) as error:                   # the second of a full disk, too
-        raise ConfigError(f"--out {order.out} cannot be written ({getattr(error, 'strerror', None) or error}): name a "
-                          "folder that can be written and has room") from None
+            card.write(tmp, options.out.name, run, options.run, checkpoint, kinds, exported.name, exported.note,
+                       writer.about(system)[2], exported.errors)
+        if options.out.is_dir():
+            options.out.rmdir()
+        os.rename(tmp, options.out)
+    except (OSError, SafetensorError) as error:                   # a full disk raises either
+        raise ConfigError(f"--out {options.out} cannot be written ({getattr(error, 'strerror', None) or error}): name "
+                          "a folder that can be written and has room") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return done
+    return exported
+
+
+def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
+    """ConfigError: an error is above its limit, or not a number."""
+    excess = [f"{error:.1e} ({name})" for name, error in exported.errors.items()
+              if not error <= limits.get(name, _TOLERATED)]
+    if excess:
+        raise ConfigError(f"{folder} read back from {exported.name} differs from the trained network by "
+                          f"{', '.join(excess)}: nothing is kept")
 
 
 def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
@@ -119,19 +123,20 @@ def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> E
     for part, kind in kinds.items():
         path, weights = out / f"{part}.safetensors", read_weights(checkpoint, part, kind)
         save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
-        back = read(path)
-        same = back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+        copy = read(path)
+        same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
         errors[part] = 0.0 if same else math.inf
     return Exported("safetensors", errors, {})
 
 
-def _in_diffusers(order: Order, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType,
+def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType,
                   out: Path) -> Exported:
-    found: dict[str, Any] = {}
+    scale: dict[str, Any] = {}                                    # stays empty where the writer does not ask
 
     def measured() -> dict[str, Any]:
-        found.update(_told(order, system, nets) if order.statistics else _measured(order.num, run, system, nets))
-        return found
+        scale.update(_statistics_of_cache(options, system, nets) if options.statistics
+                     else _measured(options.num, run, system, nets))
+        return scale
 
     writer.save(system, nets, out, measured, lambda: _classes(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
@@ -139,7 +144,7 @@ def _in_diffusers(order: Order, run: Run, system: System, nets: dict[str, nn.Mod
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         errors = writer.errors(system, nets, out, system.encode(synthetic))
     name, note, _ = writer.about(system)
-    return Exported(name, errors, found, note)
+    return Exported(name, errors, scale, note)
 
 
 def _classes(run: Run) -> tuple[str, ...]:
@@ -159,14 +164,15 @@ def _writer(folder: Path, run: Run) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _told(order: Order, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """The statistics of a cache, if it is of these weights."""
-    folder = order.statistics.parent if order.statistics.name == INDEX else order.statistics
+def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+    """The statistics that launch/encode.py measured. ConfigError: its codes are of other weights."""
+    folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
     index = read_index(folder)
     ours, theirs = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
     if ours != theirs:
-        raise ConfigError(f"--statistics {order.statistics}: these codes are of the first stage {theirs}, {order.run} "
-                          f"exports {ours}; name the cache that was encoded by it (and the same --ema or --raw)")
+        raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {theirs}, "
+                          f"{options.run} exports {ours}; name the cache that was encoded by it (and the same --ema or "
+                          "--raw)")
     return index["statistics"]
 
 
@@ -186,19 +192,19 @@ def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source, _ = open_sources(run.data)
     for batch in held_out(_Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
                           limit=num):
-        with torch.no_grad():                  # not around the yield, or it would hold for whoever asks
+        with torch.no_grad():                  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)
         yield example
 
 
 class _Shuffled:
-    """A source in the order that training takes: its own may go class by class, and the first ones are one class."""
+    """A source in the order of training. In its own order the first samples may all be of one class."""
 
-    def __init__(self, whole: Any, seed: int) -> None:
-        self.whole, self.order = whole, orders.Order(len(whole), seed)
+    def __init__(self, source: Any, seed: int) -> None:
+        self.source, self.order = source, Order(len(source), seed)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.whole[self.order.index_at(index)]
+        return self.source[self.order.index_at(index)]

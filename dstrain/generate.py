@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from dstrain import rng, systems
 from dstrain.data.pixels import read_pictures
 from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, folder_for
+from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw, draw_all
 from dstrain.drawing.scenes import Length, frames_of_scenes, go_on, length, read_prime
 from dstrain.ranks import group
@@ -77,8 +77,8 @@ def generate(order: Order) -> Path:
     clip = _length(order, *first[1:])
     given = _begin(order, first, then, clip)
     stages = [_stage(*first, order.step, order.ema, order.raw), *(_stage(*later) for later in then)]
-    request, captions = _request(order, stages[0].run, stages[0].system, given, clip, sampler)
     further = _further(order, stages[0].run, stages[0].system)
+    request, captions = _request(order, stages[0].run, stages[0].system, given, clip, sampler)
     out = group.from_first(folder_for(order.out, stages[-1].folder) if group.rank() == 0 else None)
     try:
         _write(order, out, stages, request, captions, further, clip)
@@ -185,50 +185,42 @@ def _begin(order: Order, first: Opened, then: list[Opened], clip: Length | None)
     return None if order.low_res is None else read_pictures(order.low_res, run.data.channels)
 
 
-def _request(order: Order, run: Run, system: System, given: Tensor | None,
-             clip: Length | None, sampler: str) -> tuple[Request, list[str] | None]:
+def _request(order: Order, run: Run, system: System, given: Tensor | None, clip: Length | None,
+             sampler: str) -> tuple[Request, list[str] | None]:
     """What the first run is to draw, and the texts that stand for it, one a sample."""
-    wanted = run.samples
-
-    def choice(asked: Any, own: Any) -> Any:
-        return own if asked is None else asked
-
-    def repeated(texts: tuple[str, ...]) -> list[str]:
-        return [*islice(cycle(texts), order.num)]
-
-    texts = choice(order.prompts, None if order.labels else wanted.prompts)
-    if order.scenes is not None:
-        captions = repeated(("; ".join(order.scenes),))
-        told = _told(order, run, system, [*order.scenes])
-        conditions = {name: values[:1].expand(order.num, *values.shape[1:]) for name, values in told.items()}
-    elif texts is not None:
-        captions = repeated(texts)
-        conditions = _told(order, run, system, captions)
-    else:
-        captions, conditions = None, system.conditions(order.num, choice(order.labels, wanted.labels))
-    if given is not None:
-        conditions |= system.conditions_from(given[torch.arange(order.num) % len(given)])
-    return Request(order.seed + torch.arange(order.num), conditions, choice(order.num_steps, wanted.num_steps),
-                   sampler or None, choice(order.guidance_scale, wanted.guidance_scale),
-                   clip and clip.frames), captions
-
-
-def _told(order: Order, run: Run, system: System, texts: list[str]) -> dict[str, Tensor]:
-    """The conditions of texts. ConfigError: the system takes none, or nothing is there to encode them."""
-    word = "--scenes" if order.scenes is not None else "--prompts"
-    if not system.takes_texts:
-        raise ConfigError(f"{word}: {order.folder} trains {run.system}, which takes no texts; leave it out")
+    prompts = order.scenes[:1] if order.scenes is not None else order.prompts
+    if prompts is not None:
+        _require_texts(order, run, system)
     try:
-        return system.conditions_from_texts(texts)
+        request, captions = make_request(
+            run.samples, system, order.num, order.seed, labels=order.labels, prompts=prompts, images=given,
+            num_steps=order.num_steps, sampler=sampler or None, guidance_scale=order.guidance_scale,
+            num_frames=clip and clip.frames)
     except ConfigError as error:
-        raise ConfigError(f"{word}: {order.folder}: {error}") from None
+        option = "" if prompts is None else "--prompts: " if order.scenes is None else "--scenes: "
+        raise ConfigError(f"{option}{order.folder}: {error}") from None
+    return request, captions if order.scenes is None else ["; ".join(order.scenes)] * order.num
+
+
+def _require_texts(order: Order, run: Run, system: System) -> None:
+    """ConfigError: the system takes no texts."""
+    if not system.takes_texts:
+        option = "--scenes" if order.scenes is not None else "--prompts"
+        raise ConfigError(f"{option}: {order.folder} trains {run.system}, which takes no texts; leave it out")
 
 
 def _further(order: Order, run: Run, system: System) -> list[dict[str, Tensor]]:
-    """Conditions of the scenes behind the first, (1, ...) each; of all at once, for which an encoder is loaded once."""
-    scenes = [*(order.scenes or ())]
-    told = _told(order, run, system, scenes) if scenes else {}
-    return [{name: values[i:i + 1] for name, values in told.items()} for i in range(1, len(scenes))]
+    """Conditions of the scenes behind the first, (1, ...) each. All scenes are asked for at once, so that an encoder is
+    loaded once.
+    """
+    if order.scenes is None:
+        return []
+    _require_texts(order, run, system)
+    try:
+        conditions = system.conditions_from_texts([*order.scenes])
+    except ConfigError as error:
+        raise ConfigError(f"--scenes: {order.folder}: {error}") from None
+    return [{name: values[i:i + 1] for name, values in conditions.items()} for i in range(1, len(order.scenes))]
 
 
 def _drawn(stages: list[Stage], order: Order, request: Request, further: list[dict[str, Tensor]],

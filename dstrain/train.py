@@ -1,8 +1,9 @@
-"""The loop: the only place that holds both what is learned and how it is sharded."""
+"""Training, as four functions: set_up, loop with its take_step, finish. The only file that holds both what is learned
+and how it is sharded.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Spread
+from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.nonfinite import SkippedSteps
+from dstrain.engine.saver import Saver
 from dstrain.engine.settings import remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
@@ -25,7 +28,7 @@ from dstrain.ranks.stops import Stops
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.weights import fitted, write_parts
-from dstrain.systems.base import Request, System
+from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
 from dstrain.track.tracker import Tracker
 
@@ -40,18 +43,110 @@ class Options:
     allow_change: bool = False       # accepts a recipe that changes the run in the folder
 
 
+@dataclass(frozen=True)
+class Training:
+    """What the loop works with."""
+
+    run: Run
+    system: System
+    engines: Engines
+    ema: EmaShadow
+    saves: Checkpoints
+    saver: Saver                     # what writes them
+    batches: Batches
+    shown: Any                       # the source that grids begin from: the held-out one, where there is one
+    held_out: Any | None
+    micro: int                       # samples of a rank in one call of the networks
+    stops: Stops
+    tracker: Tracker
+    throughput: Throughput
+    skipped: SkippedSteps
+    first: int                       # the step that it begins with
+
+    def close(self) -> None:
+        """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
+        self.saver.close()
+        self.batches.close()
+        self.tracker.close()
+        self.stops.restore()
+
+
 def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> int:
     """Trains to run.steps from wherever the folder's newest whole checkpoint stands; an exit code, DONE or STOPPED."""
-    folder = run.directory
-    lock = folders.claim(folder) if group.place().rank == 0 else nullcontext()     # one run in a folder
+    lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     with lock:
-        return _train(run, settings, options, folder)
+        training = set_up(run, settings, options)
+        try:
+            done = loop(training)
+            finish(training, done)
+        except RuntimeError as error:
+            training.tracker.note(group.fall(error))
+            raise
+        finally:
+            training.close()
+    return DONE if done == run.steps else STOPPED
 
 
-def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -> int:
+def loop(training: Training) -> int:
+    """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
+    run, every, done = training.run, training.run.every, training.first
+    engines, tracker, saver, throughput = training.engines, training.tracker, training.saver, training.throughput
+    for step in range(training.first, run.steps):
+        take_step(step, run, training.system, engines, training.batches, tracker)
+        training.ema.update(step, engines.applied())
+        training.skipped.count(all(engines.applied().values()))   # raises where too many in a row change nothing
+        done = step + 1
+        saver.look()                                              # reports a save that has ended meanwhile
+        stop = group.agree(training.stops.requested())            # a signal anywhere stops everyone together
+        last = stop or done == run.steps
+        if stop:
+            training.stops.settle()
+        if due(every.report, done) or last:
+            tracker.report(done, throughput.figures(done) | {"skipped": training.skipped.total}
+                           | engines.figures())
+        if due(every.sample, done, last) and not stop:
+            with throughput.paused():
+                show(training, done)
+        loss, best = None, False
+        if training.held_out and due(every.evaluate, done, last) and not stop:
+            with throughput.paused():
+                loss = evaluate(training, done)
+                best = loss is not None and saver.improves(loss)
+        if due(every.save, done) or last or best:
+            with throughput.paused():
+                training.saves.save(done, last, loss)             # training goes on while it is written
+        if stop:
+            break
+    return done
+
+
+def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:
+    """One optimizer step: every micro-batch, every network whose turn it is."""
+    engines.set_lr(run.optimizer.lr_at(step, run.steps))
+    watched: list[dict[str, Tensor]] = []
+    for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
+        with torch.no_grad():
+            example = system.encode(batch)                        # frozen encoders; building one draws random weights
+        rng.seed_torch(run.seed, step, micro * group.world() + group.rank())     # dropout is torch's own
+        for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
+            with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
+                terms = system.loss(part, nets, example)
+                engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
+            terms = {name: term.detach() for name, term in terms.items()}
+            if own := {name: terms.pop(name) for name in system.watched if name in terms}:
+                watched.append(own | {"position": batch["position"]})
+            tracker.add(part, terms)
+    if watched:                                                   # what a system learns on the side, by all samples
+        rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
+        system.observe(group.in_order(rows.pop("position"), rows))
+
+
+def set_up(run: Run, settings: dict[str, Any], options: Options) -> Training:
+    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint."""
+    folder = run.directory
     start(run.faults.timeout_minutes)
     hosts.check(run, settings)                                    # before anything is moved or written
-    source, unseen = open_sources(run.data)
+    source, held_out_source = open_sources(run.data)
     if group.rank() == 0 and options.from_scratch:
         folders.set_aside(folder)
     group.barrier()
@@ -75,74 +170,10 @@ def _train(run: Run, settings: dict[str, Any], options: Options, folder: Path) -
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for note in notes:
         tracker.note(note)
-    saver = saves.saver
-    saver.report = tracker.note
-    throughput = Throughput(run, first, lambda: batches.wait_seconds)
-    skipped = SkippedSteps(run, engines.skipped())
-    done = first
-    try:
-        for step in range(first, run.steps):
-            take_step(step, run, system, engines, batches, tracker)
-            ema.update(step, engines.applied())
-            skipped.count(all(engines.applied().values()))
-            done = step + 1
-            saver.look()
-            stop = group.agree(stops.requested())                 # a signal anywhere stops everyone together
-            last = stop or done == run.steps
-            if stop:
-                stops.settle()
-            if due(run.every.report, done) or last:
-                tracker.report(done, throughput.figures(done) | {"skipped": skipped.total} | engines.figures())
-            if due(run.every.sample, done, last) and not stop:
-                with throughput.paused():
-                    show(run, system, engines, ema, unseen or source, micro, done, tracker)
-            score, best = None, False
-            if unseen and due(run.every.evaluate, done, last) and not stop:
-                with throughput.paused():
-                    scores, curves = held_out_scores(run, system, engines, ema, unseen, micro)
-                    tracker.scores(done, scores, curves)
-                    score = scores["loss"] if run.save.best else None
-                    best = score is not None and saver.improves(score)
-            if due(run.every.save, done) or last or best:
-                with throughput.paused():
-                    saves.save(done, last, score)                 # training goes on while it is written
-            if stop:
-                break
-        if first < saver.newest == run.steps:
-            at = saves.store.folder / f"step_{run.steps:08d}"
-            tracker.model(done, lambda into: write_parts(at, system.averaged or engines, run.samples.ema, into))
-        tracker.note(farewell(run, folder, first, done, saver.newest, stops))
-        group.leave()                                             # still deaf to signals: all is saved
-    except RuntimeError as error:
-        tracker.note(group.fall(error))
-        raise
-    finally:
-        saver.close()
-        batches.close()
-        tracker.close()
-        stops.restore()
-    return DONE if done == run.steps else STOPPED
-
-
-def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:
-    """One optimizer step: every micro-batch, every network whose turn it is."""
-    engines.set_lr(run.optimizer.lr_at(step, run.steps))
-    seen: list[dict[str, Tensor]] = []
-    for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
-        with torch.no_grad():
-            example = system.encode(batch)                        # frozen encoders; building one draws random weights
-        rng.seed_torch(run.seed, step, micro * group.world() + group.rank())     # dropout is torch's own
-        for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
-            with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
-                terms = system.loss(part, nets, example)
-                engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
-            terms = {name: term.detach() for name, term in terms.items()}
-            if kept := {name: terms.pop(name) for name in system.watched if name in terms}:
-                seen.append(kept | {"position": batch["position"]})
-            tracker.add(part, terms)
-    if seen:                                                      # what a system learns on the side, by all samples
-        rows = {name: torch.cat([kept[name] for kept in seen]) for name in seen[0]}
-        system.observe(group.in_order(rows.pop("position"), rows))
+    saves.saver.report = tracker.note
+    throughput, skipped = Throughput(run, first, lambda: batches.wait_seconds), SkippedSteps(run, engines.skipped())
+    return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
+                    micro, stops, tracker, throughput, skipped, first)
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
@@ -153,8 +184,8 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
         print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
         raise
     if step > run.steps:
-        raise ConfigError(f"steps={run.steps}, and {saves.store.folder} is at step {step} already; raise steps=, or "
-                          "begin anew with --from-scratch")
+        raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
+                          "steps=, or begin anew with --from-scratch")
     if step == 0:
         if run.init_from is not None:
             for part, (values, changed) in fitted(run.init_from, system).items():
@@ -164,49 +195,56 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     return step
 
 
-def show(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any, chunk: int, done: int,
-         tracker: Tracker) -> None:
+def finish(training: Training, done: int) -> None:
+    """Hands the trained weights to the tracker, says how the run ended, and takes leave of the other ranks."""
+    run, tracker, saved = training.run, training.tracker, training.saver.newest
+    if training.first < saved == run.steps:
+        checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
+        parts = training.system.averaged or training.engines
+        tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
+    tracker.note(farewell(run, run.directory, training.first, done, saved, training.stops))
+    group.leave()                                                 # signals are still caught and ignored: all is saved
+
+
+def show(training: Training, done: int) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
-    wanted = run.samples
-    chunk = min(chunk, -(-wanted.num // group.world()))
-    shown: dict[str, Tensor] = {}
+    system, samples, networks = training.system, training.run.samples, training.engines.modules
+    chunk = min(training.micro, -(-samples.num // group.world()))
+    data: dict[str, Tensor] = {}
     columns = None                                                # the same of all grids: what belongs together aligns
-    if system.starts_from_data:
-        shown = next(held_out(source, min(wanted.num, len(source)), seed=run.seed))           # the same on every rank
-    with ema.swapped(wanted.ema):
+    if system.starts_from_data:                                   # the same samples on every rank
+        data = next(held_out(training.shown, min(samples.num, len(training.shown)), seed=training.run.seed))
+    with training.ema.swapped(samples.ema):
         if system.generates:
-            num, captions = len(shown["key"]) if shown else wanted.num, None
-            if wanted.prompts:
-                captions = [*islice(cycle(wanted.prompts), num)]
-                conditions = system.conditions_from_texts(captions)
-            else:
-                conditions = system.conditions(num, wanted.labels)
-            if shown:
-                conditions |= system.conditions_from(shown["image"]) | {name: shown[name] for name in conditions}
-            request = Request(wanted.seed + torch.arange(num), conditions, wanted.num_steps, wanted.sampler,
-                              wanted.guidance_scale, wanted.num_frames)
-            images = draw_all(system, engines.modules, request, chunk)
+            request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+            if data:
+                own = {name: data[name] for name in request.conditions}
+                request.conditions.update(system.conditions_from(data["image"]) | own)
+            images = draw_all(system, networks, request, chunk)
             columns = class_columns(request)
-            tracker.samples(done, images, columns=columns, captions=captions)
-        if shown:
-            for name, images in picture_all(system, engines.modules, shown, chunk).items():
-                tracker.samples(done, images, name, columns)
+            training.tracker.samples(done, images, columns=columns, captions=captions)
+        if data:
+            for name, images in picture_all(system, networks, data, chunk).items():
+                training.tracker.samples(done, images, name, columns)
 
 
-def held_out_scores(run: Run, system: System, engines: Engines, ema: EmaShadow, source: Any,
-                    batch: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights; the EMA's
-    curves, which are no timesteps', such as the use of each token.
+def evaluate(training: Training, done: int) -> float | None:
+    """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
+    the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss of the EMA where
+    the best checkpoint is kept.
     """
-    source = Spread(source, run.every.evaluate_samples or None)
+    run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
-        return score(system, engines.modules, held_out(source, batch, group.rank(), group.world(), group.device(),
-                                                       run.seed), curves)
+        batches = held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
+        return score(training.system, training.engines.modules, batches, curves)
+
     raw = {f"raw/{name}": value for name, value in means({}).items()}
     curves: dict[str, list[float]] = {}
-    with ema.swapped(run.samples.ema):
-        return means(curves) | raw, curves
+    with training.ema.swapped(run.samples.ema):
+        scores = means(curves) | raw
+    training.tracker.scores(done, scores, curves)
+    return scores["loss"] if run.save.best else None
 
 
 def due(interval: int, done: int, last: bool = False) -> bool:

@@ -29,7 +29,7 @@ example:
 """
 
 
-def _order(argv: list[str] | None = None):
+def _options(argv: list[str] | None = None):
     parser = arguments.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
@@ -41,18 +41,18 @@ def _order(argv: list[str] | None = None):
     for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
             raise cli.ConfigError(f"name {option}; --help shows how")
-    from dstrain.export import Order
-    return Order(**words)
+    from dstrain.export import ExportOptions
+    return ExportOptions(**words)
 
 
 def main() -> None:
-    order = _order()
-    from dstrain import export
-    done = export.export(order)
-    apart = ", ".join(f"{name} {error:.1e}" for name, error in done.errors.items())
-    scale = f", scaling_factor {done.statistics['scaling_factor']:.5f}" if done.statistics else ""
-    print(f"{done.name} in {order.out}{scale}; relative difference from the trained network: {apart}"
-          + (f"\n{done.note}" if done.note else ""))
+    options = _options()
+    from dstrain.export import export
+    exported = export(options)
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
+    scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""
+    print(f"{exported.name} in {options.out}{scale}; relative difference from the trained network: {errors}"
+          + (f"\n{exported.note}" if exported.note else ""))
 
 
 if __name__ == "__main__":

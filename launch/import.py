@@ -26,28 +26,28 @@ examples:
 """
 
 
-def _order(argv: list[str] | None = None):
+def _options(argv: list[str] | None = None):
     parser = arguments.Parser(_HELP)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--out", type=Path)
-    said = parser.told(parser.parse_intermixed_args(argv))
-    weights, *overrides = said["words"] or [None]
-    for value, option in ((weights, "the file or folder of weights"), (said["recipe"], "the recipe: --recipe RECIPE"),
-                          (said["out"], "the folder to write: --out RUN")):
+    words = parser.told(parser.parse_intermixed_args(argv))
+    weights, *overrides = words["words"] or [None]
+    for value, option in ((weights, "the file or folder of weights"), (words["recipe"], "the recipe: --recipe RECIPE"),
+                          (words["out"], "the folder to write: --out RUN")):
         if value is None:
             raise cli.ConfigError(f"name {option}; --help shows how")
-    run = cli.load_recipe(said["recipe"], Path(__file__).resolve().parents[1], overrides)
-    from dstrain.adopt import Order
-    return Order(Path(weights).expanduser(), run, said["out"])
+    run = cli.load_recipe(words["recipe"], Path(__file__).resolve().parents[1], overrides)
+    from dstrain.adopt import AdoptOptions
+    return AdoptOptions(Path(weights).expanduser(), run, words["out"])
 
 
 def main() -> None:
-    order = _order()
-    from dstrain import adopt
-    for note in adopt.adopt(order):
+    options = _options()
+    from dstrain.adopt import adopt
+    for note in adopt(options):
         print(note)
-    print(f"{order.run.name} of these weights in {order.out}")
+    print(f"{options.run.name} of these weights in {options.out}")
 
 
 if __name__ == "__main__":

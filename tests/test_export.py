@@ -17,7 +17,8 @@ from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
 from dstrain.engine.manifest import NAME, hash_files, manifest, render
 from dstrain.engine.streams import read_header
-from dstrain.export import Order, _Shuffled, _examples, _in_diffusers, _measured, _told, _writer, export
+from dstrain.export import (ExportOptions, _Shuffled, _examples, _in_diffusers, _measured, _statistics_of_cache,
+                            _writer, export)
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fitted
@@ -79,15 +80,15 @@ def test_statistics(tmp_path, trained):
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
-    ordered = Order(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
-    assert _told(ordered, system, nets) == index["statistics"] == _told(
-        Order(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets)
+    ordered = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
+    assert _statistics_of_cache(ordered, system, nets) == index["statistics"] == _statistics_of_cache(
+        ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets)
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
     done = _in_diffusers(ordered, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
-        _told(ordered, system, other)
+        _statistics_of_cache(ordered, system, other)
 
 
 def test_measured_over_all_classes(trained):
@@ -114,7 +115,7 @@ def test_what_has_no_form_in_diffusers(tmp_path, trained):
     with pytest.raises(ValueError, match="no class for a discrete VAE: only model.kl.*safetensors"):
         to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
-        export(Order(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
+        export(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------- whole exports
@@ -149,7 +150,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     """
     folder, nets = begun(tmp_path, name, *words, f"folder={tmp_path / name}")
     out = tmp_path / "exported"
-    done = export(Order(folder, out))
+    done = export(ExportOptions(folder, out))
     assert done.name == kind and max(done.errors.values()) < 1e-3
     card, run = (out / "README.md").read_text(), recipe.load(folder / "run.yaml")
     facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line[:2] == "| " and line != "| | |")
@@ -189,7 +190,7 @@ def test_an_export_that_does_not_agree(tmp_path, monkeypatch):
 
     monkeypatch.setattr(unets, "save", spoiled)
     with pytest.raises(ValueError, match=r"differs from the trained network by .*e-\d+ \(prediction\).*nothing is kept"):
-        export(Order(folder, tmp_path / "deep" / "out"))
+        export(ExportOptions(folder, tmp_path / "deep" / "out"))
     assert list((tmp_path / "deep").iterdir()) == []
 
 
@@ -197,7 +198,7 @@ def test_a_refused_export_leaves_nothing(tmp_path):
     """Oracle: the recipe's default, which diffusers cannot express, and the remedy."""
     folder, _ = begun(tmp_path, "tiny", "samples.ema=0.9")
     with pytest.raises(ValueError, match="time_freq: .*model.time_freq=diffusers"):
-        export(Order(folder, tmp_path / "out"))
+        export(ExportOptions(folder, tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
@@ -205,7 +206,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     """Oracle: each network's own weights: a GAN's two parts from the folder that --format safetensors writes."""
     discriminator = "model.kl.discriminator={base_channels: 8, n_layers: 1, start: 0}"
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
-    export(Order(folder, tmp_path / "out", "safetensors"))
+    export(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = recipe.load(folder / "run.yaml")
     found = fitted(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
@@ -244,14 +245,14 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
     in_deepspeeds_files(folder, "autoencoder")
     system, state = systems.build("vae", recipe.load(folder / "run.yaml").model), nets["autoencoder"].state_dict()
-    assert export(Order(folder, tmp_path / "out")).name == "AutoencoderKL"
+    assert export(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
     (values, notes), = fitted(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     assert first_stage.of_run(folder).fingerprint == fingerprint(*system.identity(nets))
     with pytest.raises(ValueError, match=r"autoencoder in DeepSpeed's own files: merge .*launch/consolidate.py .* "
                                          "--weights raw --trust-pickle --out DIR"):
-        export(Order(folder, tmp_path / "x", raw=True))
+        export(ExportOptions(folder, tmp_path / "x", raw=True))
 
 
 def test_a_consolidated_folder_is_a_first_stage(tmp_path):
@@ -279,7 +280,7 @@ def test_a_full_disk(tmp_path, format):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
         with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.* and has room"):
-            export(Order(folder, tmp_path / "out", format))
+            export(ExportOptions(folder, tmp_path / "out", format))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-vae"]
@@ -289,15 +290,15 @@ def test_statistics_are_an_autoencoders(tmp_path):
     """Oracle: the option named, and nothing left, where what is exported encodes nothing."""
     folder, _ = begun(tmp_path, "tiny", *DIT)
     with pytest.raises(ConfigError, match="--statistics .* trains dit: leave it out"):
-        export(Order(folder, tmp_path / "out", statistics=tmp_path))
+        export(ExportOptions(folder, tmp_path / "out", statistics=tmp_path))
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_exported_is_told(tmp_path):
+def test_what_cannot_be_exported_is_statistics_of_cache(tmp_path):
     """Oracle: the faults put in: a folder that cannot be written, a checkpoint that is damaged."""
     folder, _ = begun(tmp_path, "tiny", *DIT)
     with pytest.raises(ConfigError, match="--out /proc/x/y cannot be written .*: name a folder that can be written"):
-        export(Order(folder, Path("/proc/x/y"), "safetensors"))
+        export(ExportOptions(folder, Path("/proc/x/y"), "safetensors"))
     (folder / "checkpoints" / "step_00000007" / "common.safetensors").write_bytes(b"none")
     with pytest.raises(ConfigError, match=r"none of its checkpoints \(7\) is whole"):
-        export(Order(folder, tmp_path / "out"))
+        export(ExportOptions(folder, tmp_path / "out"))

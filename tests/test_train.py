@@ -35,7 +35,7 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     run = Run(samples={"num": 5, "seed": 3} | samples, track={"wandb": "disabled"})
     tracker = Tracker(run, folder, parts=("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
-    show(run, system, engines, ema, Clips(), 2, 10, tracker)
+    show(SimpleNamespace(run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker), 10)
     tracker.close()
     return sorted(path.name for path in (folder / "samples").iterdir())
 

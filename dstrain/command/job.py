@@ -140,6 +140,7 @@ def _meet_data_and_folder(run: Run, options: JobOptions) -> list[str]:
 
     Gives remarks that are worth printing. ConfigError: the first problem.
     """
+    from dstrain.command.probe import probe
     from dstrain.data.sources import open_sources
 
     source, held_out = open_sources(run.data, verify=True)
@@ -154,7 +155,7 @@ def _meet_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     remarks = _initial_weights(run, system, options)
     folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch,
                   allow_change=options.allow_change)
-    return remarks
+    return remarks if options.print_config else remarks + probe(run, system, source)
 
 
 def _require_held_out(run: Run, held_out: Any) -> None:

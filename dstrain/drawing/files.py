@@ -1,11 +1,11 @@
-"""What launch/generate.py leaves in its folder, written as it comes: rank 0 keeps the whole, files go by turns.
+"""The files that launch/generate.py writes, round by round: the ranks share the single files, rank 0 writes the rest.
 
     000000.png                      pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif
     grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
     samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
                                     int64 (N,) of a class-conditional run; prompts, where there were texts
     prompts.txt, captions.jsonl     the texts, and which file, seed and frames belong to them
-    embeddings.npy                  of a prior, instead
+    embeddings.npy                  of a prior, instead of all pictures
 """
 
 import json
@@ -59,7 +59,7 @@ class Pictures:
         self.videos = False
 
     def add(self, numbers: Tensor, samples: Tensor) -> None:
-        """The next ones, in order."""
+        """Adds the next samples, in order."""
         if samples.ndim == 5 and samples.shape[1] == 1:
             samples = samples[:, 0]
         self.videos = samples.ndim == 5
@@ -92,7 +92,7 @@ class Pictures:
         if self.videos:
             save_gif(self.out / "grid.gif", film_grid(first, about.columns, captions), about.fps)
         save_png(self.out / "grid.png", strip(first, captions) if self.videos else grid(first, about.columns, captions))
-        beside = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
+        arrays = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
         if about.captions:
             _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
             kind = (about.formats[0] if self.videos else "png") if about.files else None
@@ -101,8 +101,8 @@ class Pictures:
                      for number, caption in enumerate(about.captions))
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
             (self.out / "captions.jsonl").write_text(text, encoding="utf-8")
-            beside["prompts"] = np.array(about.captions)
-        self.album.close(**beside)
+            arrays["prompts"] = np.array(about.captions)
+        self.album.close(**arrays)
 
 
 class Embeddings:
@@ -112,11 +112,11 @@ class Embeddings:
         self.out, self.about, self.rows = out, about, []
 
     def add(self, numbers: Tensor, embeddings: Tensor) -> None:
-        """The next ones, in order."""
+        """Adds the next samples, in order."""
         self.rows.append(embeddings)
 
     def close(self) -> None:
-        """Writes all of them."""
+        """Writes all samples."""
         if group.rank() == 0:
             np.save(self.out / "embeddings.npy", torch.cat(self.rows).float().numpy())
             if self.about.captions:
@@ -130,17 +130,17 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
 def folder_for(asked: Path | None, parent: Path) -> Path:
     """The folder to write into: the one asked for, or the first of PARENT/generated, generated_2, ... that is unused.
 
-    ConfigError: the one asked for cannot be written, or holds another order.
+    ConfigError: the one asked for cannot be written, or holds samples already.
     """
     def used(path: Path) -> bool:
         return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
 
     if asked is not None:
-        there = next(path for path in (asked.absolute(), *asked.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {asked} cannot be made below {there}: name a folder that can be written")
+        existing = next(path for path in (asked.absolute(), *asked.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {asked} cannot be made below {existing}: name a folder that can be written")
         if used(asked):
-            raise ConfigError(f"--out {asked} holds pictures of another order: name another folder, or empty it")
+            raise ConfigError(f"--out {asked} holds samples already: name another folder, or empty it")
         return asked
     number, path = 1, parent / "generated"
     while used(path):

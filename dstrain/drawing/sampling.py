@@ -6,6 +6,7 @@ which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from dstrain.systems.base import Batch, Nets, Request, System
 
 @contextmanager
 def resting(nets: Nets) -> Iterator[None]:
-    """The networks do not drop out inside, and are as before afterwards."""
+    """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
     modes = [(module, module.training) for net in nets.values() if isinstance(net, nn.Module)
              for module in net.modules()]
     for module, _ in modes:
@@ -29,51 +30,54 @@ def resting(nets: Nets) -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw(system: System, nets: Nets, request: Request, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+def draw(system: System, nets: Nets, request: Request, chunk: int,
+         device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
     of them, (n, ...).
 
-    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks; `device`,
+    None for this rank's, is where those are.
     """
-    total, world = len(request.seeds), group.world()
+    total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
-        mine = begin + group.rank() * chunk + torch.arange(chunk)
-        index = mine % total                                              # the last chunks are filled up, then dropped
-        part = Request(request.seeds[index].to(group.device()),
-                       {name: value[index].to(group.device()) for name, value in request.conditions.items()},
-                       request.num_steps, request.sampler, request.guidance_scale, request.num_frames)
+        index = (begin + group.rank() * chunk + torch.arange(chunk)) % total       # repeated to fill the last chunks
+        conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
+        own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
         with resting(nets):
-            images = group.gather(system.sample(nets, part)).cpu()
+            images = group.gather(system.sample(nets, own)).cpu()
         numbers = begin + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
 
-def draw_all(system: System, nets: Nets, request: Request, chunk: int) -> Tensor:
+def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
     """All samples of a request at once, (N, ...) on the CPU."""
-    return torch.cat([images for _, images in draw(system, nets, request, chunk)])
+    return torch.cat([images for _, images in draw(system, nets, request, chunk, device)])
 
 
 @torch.no_grad()
 def picture_all(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor]:
     """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the CPU of all ranks."""
-    found: dict[str, list[Tensor]] = {}
+    pictures: dict[str, list[Tensor]] = {}
     total, world = len(batch["key"]), group.world()
     for begin in range(0, total, chunk * world):
         index = (begin + group.rank() * chunk + torch.arange(chunk)) % total
-        mine = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
+        rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
         with resting(nets):
-            for name, images in system.pictures(nets, system.encode(mine)).items():
-                found.setdefault(name, []).append(group.gather(images).cpu())
-    return {name: torch.cat(images)[:total] for name, images in found.items()}
+            for name, images in system.pictures(nets, system.encode(rows)).items():
+                pictures.setdefault(name, []).append(group.gather(images).cpu())
+    return {name: torch.cat(images)[:total] for name, images in pictures.items()}
 
 
 def class_columns(request: Request, most: int = 20) -> int | None:
-    """Columns that put each class into one of its own, where labels go in turn; None where that makes no grid."""
+    """The number of classes, as columns of a grid, where the labels repeat in turn: then each class has a column.
+
+    None where they do not repeat so, or there is one class, or more than `most`.
+    """
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
     if not 1 < count <= most or count >= len(request.seeds):
         return None
-    return count if torch.equal(labels[count:], labels[:-count]) else None        # in turn: they repeat after `count`
+    return count if torch.equal(labels[count:], labels[:-count]) else None
 
 
 @torch.no_grad()
@@ -81,7 +85,7 @@ def score(system: System, nets: Nets, batches: Iterable[Batch],
           curves: dict[str, list[float]] | None = None) -> dict[str, float]:
     """Means over held-out samples of the system's evaluation terms, the same for any world size.
 
-    A batch's `valid` bool (B,) marks what is data and what only fills up a rank's last batch. `curves` receives the
+    A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
     means of terms (B, K), such as the use of each token.
     """
     sums: dict[str, Tensor] = {}

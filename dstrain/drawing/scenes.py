@@ -40,7 +40,7 @@ class Scene:
 
 
 def length(system: System, frames: int | None, given: int | None) -> Length:
-    """What is asked for, None for the system's choice: one latent step and the first frame go over.
+    """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
 
     ConfigError: frames that the system's clips cannot have.
     """
@@ -61,22 +61,23 @@ def length(system: System, frames: int | None, given: int | None) -> Length:
 
 
 def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
-    """Which frames of the long clip belong to which scene; what is given belongs to the scene that drew it."""
+    """Which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
     ends = [length.frames + number * (length.frames - length.given) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
 def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: Tensor,
-          scenes: list[dict[str, Tensor]], given: int, wanted: Request, chunk: int) -> Tensor:
+          scenes: list[dict[str, Tensor]], given: int, request: Request, chunk: int) -> Tensor:
     """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W), on all ranks together.
 
-    scenes: each one's conditions, (1, ...), for all clips. Its noise is its own, by `seeds` int64 (N,) of the first.
+    scenes: the conditions of each, (1, ...), which hold for all clips. seeds: int64 (N,), of the first scene; every
+    further scene has seeds of its own, which follow from them. request: steps, sampler and guidance.
     """
-    for conditions in scenes:
+    for shared in scenes:
         seeds = rng.keys_of_seeds(seeds)
-        told = {name: values.expand(len(clips), *values.shape[1:]) for name, values in conditions.items()}
-        told |= system.conditions_from(clips[:, -given:])
-        scene = draw_all(system, networks, replace(wanted, seeds=seeds, conditions=told), chunk)
+        conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in shared.items()}
+        conditions |= system.conditions_from(clips[:, -given:])
+        scene = draw_all(system, networks, replace(request, seeds=seeds, conditions=conditions), chunk)
         clips = torch.cat((clips, scene[:, given:]), dim=1)
     return clips
 
@@ -85,10 +86,10 @@ def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: 
 
 
 def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> Tensor:
-    """The last frames of a clip or picture, of all in a folder, or of the .npz of an order: uint8 (N, K, C, H, W).
+    """The last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
 
-    K is `given`; or, unless `exactly` so many are wanted, the most 1 + m * unit that all clips have. ConfigError names
-    the file that cannot be read, is too short or of another size.
+    K is `given`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
+    ConfigError names the file that cannot be read, is too short or of another size.
     """
     path = written(path)
     if path.suffix == ".npz":
@@ -106,10 +107,10 @@ def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
-    if not found:
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
+    if not files:
         raise ConfigError(f"--prime {path} holds no video and no picture: give files such as .mp4, .gif or .png")
-    return found
+    return files
 
 
 def _read(file: Path, data: Data, most: int) -> Tensor:

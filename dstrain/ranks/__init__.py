@@ -1,1 +1,1 @@
-"""What the processes of a run are, and what they tell each other."""
+"""The processes of a run: which one this is, what they exchange, and when they stop."""

@@ -1,4 +1,4 @@
-"""Rank, world and the few words that ranks exchange; every function is the identity in one process.
+"""Rank, world size and the exchanges between ranks; in one process every exchange returns its argument.
 
 Ranks are started by the `deepspeed` launcher, torchrun, srun, mpirun or plain `python`, see dstrain/ranks/place.py. The
 process group itself is started by dstrain/engine/.
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dstrain.ranks.place import place
 
-_speech = threading.local()
-_CUT = "pair closure"                                        # of gloo, which does not always give its name
-# What gloo, NCCL and the store say of a peer that is gone; their other errors are this rank's own.
+_thread = threading.local()                                  # .group: what this thread's exchanges go over
+_CUT = "pair closure"                                        # gloo's message, which does not always name gloo
+# Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
 _SIGNS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
           "remote process exited", "unhandled system error", "failed to recv", "failed to send", "socket closed",
           _CUT)
@@ -49,46 +49,47 @@ def device() -> torch.device:
 
 
 def barrier() -> None:
-    """Waits for all ranks, and for nothing on their GPUs."""
+    """Waits for all ranks, and not for the work on their GPUs."""
     if world() > 1:
         dist.barrier(group=_control())
 
 
 def leave(seconds: float = 60.0) -> None:
-    """The last word of a command: no rank ends its process while another is still exchanging words; then each is alone.
+    """Ends the process group, at the end of a command: no rank ends its process while another still exchanges data.
 
-    A barrier is none: who is out of it first and ends closes connections on which another may still read (gloo's issue
-    155), and rank 0 takes the store along. So each says in the store that it is out, and rank 0 leaves last. Who dies
-    after the barrier is waited for no longer than `seconds`; who has died before it, as in any other exchange, until
-    the connection breaks or the process group's own time is over. Its launcher tells of it.
+    A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
+    still read from (gloo's issue 155), and with rank 0 ends the store. So each rank writes into the store that it is
+    out of the barrier, and rank 0 leaves last. A rank that dies after the barrier is waited for no longer than
+    `seconds`; one that has died before it, until the connection breaks or the process group times out. Its launcher
+    reports it.
     """
     if world() == 1:
         return
     barrier()
     store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
     try:
-        for word, waits in (("out", True), ("left", rank() == 0)):
-            if store.add(f"dstrain/{word}", 1) == world():
-                store.set(f"dstrain/all_{word}", "1")
+        for event, waits in (("out", True), ("left", rank() == 0)):
+            if store.add(f"dstrain/{event}", 1) == world():
+                store.set(f"dstrain/all_{event}", "1")
             if waits:
-                store.wait([f"dstrain/all_{word}"], patience)
+                store.wait([f"dstrain/all_{event}"], patience)
     except dist.DistError:
         pass
-    dist.destroy_process_group()                              # and its threads, see quit_among_others
+    dist.destroy_process_group()                              # ends its threads, too: see quit_among_others
     _usual_control.cache_clear()
 
 
 def lost(error: BaseException) -> str | None:
-    """What a rank says that can no longer speak with the others; None for any other error."""
+    """The message for an error by which this rank has lost the others; None for any other error."""
     text = str(error).lower()
     if not (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)):
         return None
     if not any(sign in text for sign in _SIGNS):
         return None
     if not started():
-        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        happened = (f"has not met the other ranks at {at} within faults.timeout_minutes: that address is not reached, "
-                    "or one of them has not come and says why itself")
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        happened = (f"has not met the other ranks at {address} within faults.timeout_minutes: that address is not "
+                    "reached, or one of them has not come and says why itself")
     elif "timed out" in text or "timeout" in text:
         happened = ("no longer hears from another rank: that rank, its machine or the network between them has failed, "
                     "or it was busy for longer than faults.timeout_minutes")
@@ -99,32 +100,32 @@ def lost(error: BaseException) -> str | None:
 
 
 def fall(error: BaseException, seconds: float = 60.0) -> str:
-    """Called by a rank that goes down with an error: one line that says so.
+    """The line that a rank logs when an error ends it.
 
-    Where it has lost the others, what it then waits for may never come: a thread that speaks with them, a file system
-    beyond the broken link. So it ends after `seconds` at the latest.
+    Where it has lost the others, its teardown may wait for ever: for a thread that exchanges data with them, or a file
+    system beyond the broken link. So from here on the process ends after `seconds` at the latest.
     """
     if world() > 1 and lost(error):
-        last = threading.Timer(seconds, end, (error,))
-        last.daemon = True
-        last.start()
+        timer = threading.Timer(seconds, end, (error,))
+        timer.daemon = True
+        timer.start()
     return lost(error) or f"rank {place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def end(error: BaseException) -> None:
-    """Ends this process with an error's traceback and exit code 1, and waits for no thread and no group."""
+    """Ends this process at once with an error's traceback and exit code 1, without waiting for threads or ranks."""
     try:
         traceback.print_exception(error)
         print(f"error: {lost(error) or error}", file=sys.stderr, flush=True)
-    finally:                                                  # who would read it may be gone, too
+    finally:                                                  # printing fails where the reader of stderr has gone
         os._exit(1)
 
 
 def quit_among_others(code: int | str | None) -> None:
-    """Ends this process with an exit code where a process group is at work; in one process nothing happens.
+    """Ends this process with an exit code where there is a process group; in one process it does nothing.
 
-    A thread of gloo's that gives back a tensor while Python is being taken down takes its lock, which aborts the
-    process: its exit code would be the abort's.
+    A thread of gloo that frees a tensor while the interpreter shuts down takes the interpreter's lock, which aborts the
+    process: the exit code would be the abort's.
     """
     if world() > 1:
         for stream in (sys.stdout, sys.stderr):
@@ -133,22 +134,22 @@ def quit_among_others(code: int | str | None) -> None:
 
 
 def new_group() -> dist.ProcessGroup | None:
-    """A group for words on the host: gloo, so that none waits for the GPU's queue. All ranks make it together."""
+    """A gloo group, for exchanges on the host that do not wait for the GPU's queue. All ranks make it together."""
     return dist.new_group(backend="gloo") if world() > 1 else None
 
 
 @contextmanager
 def speaking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """What this thread says to other ranks goes over a group of its own, never between another thread's words."""
-    _speech.group = group
+    """This thread's exchanges go over a group of their own, so that they never mix with those of another thread."""
+    _thread.group = group
     try:
         yield
     finally:
-        _speech.group = None
+        _thread.group = None
 
 
 def _control() -> dist.ProcessGroup | None:
-    return getattr(_speech, "group", None) or _usual_control()
+    return getattr(_thread, "group", None) or _usual_control()
 
 
 @functools.cache
@@ -165,9 +166,9 @@ def agreed_max(value: int) -> int:
     """The largest of all ranks' integers."""
     if world() == 1:
         return value
-    word = torch.tensor(value, dtype=torch.int64)
-    dist.all_reduce(word, op=dist.ReduceOp.MAX, group=_control())
-    return int(word.item())
+    largest = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control())
+    return int(largest.item())
 
 
 def total(values: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def gather(values: Tensor) -> Tensor:
 
 
 def _counts(mine: int) -> list[int]:
-    """Every rank's number of rows, told on the host, so that no GPU is waited for."""
+    """Every rank's number of rows, exchanged on the host, so that no GPU is waited for."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
     dist.all_gather(counts, torch.tensor([mine]), group=_control())
     return torch.cat(counts).tolist()
@@ -220,6 +221,6 @@ def from_first(value: Any) -> Any:
     """Rank 0's small Python value, on every rank."""
     if world() == 1:
         return value
-    word = [value]
-    dist.broadcast_object_list(word, src=0, group=_control())
-    return word[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_control())
+    return values[0]

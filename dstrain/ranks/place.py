@@ -24,7 +24,7 @@ class Place:
 
 
 def place() -> Place:
-    """This process's place, from the launcher's environment; one process where no launcher has spoken."""
+    """This process's place, from the launcher's environment; one process where there is no launcher."""
     for rank, world, local in _SOURCES:
         # A batch script's own shell carries SLURM_NTASKS but runs once: only a step (srun) has a procid of several.
         if rank in os.environ and world in os.environ:

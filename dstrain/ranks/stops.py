@@ -1,8 +1,8 @@
 """When to stop early: SIGTERM, SIGINT or SIGUSR1 to any rank, a file named `stop`, a launcher that has gone.
 
-A handler only sets a flag; the loop agrees on it once a step, so that all ranks save the same step and end together.
-DeepSpeed's launcher leaves its ranks behind when it is killed: a rank that was started by one looks, each step, whether
-its launchers are still there; on another machine the ssh session stands for the one that is out of sight. A second
+A handler only sets a flag; the ranks agree on it once a step, so that all save the same step and end together.
+DeepSpeed's launcher leaves its ranks running when it is killed. So a rank checks at each step that the launchers which
+started it still run; on another machine, where the first launcher cannot be seen, that its ssh session does. A second
 Ctrl-C ends at once, without saving.
 """
 
@@ -23,7 +23,7 @@ class Stops:
     def __init__(self, folder: Path | None, watch_launcher: bool = True):
         self.reason: str | None = None
         self._interrupted = False
-        self._file = folder / "stop" if folder else None      # one rank's look is enough
+        self._file = folder / "stop" if folder else None      # only one rank has to watch it
         self._launchers = _launchers() if watch_launcher else []
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
@@ -36,7 +36,7 @@ class Stops:
         return self.reason is not None
 
     def settle(self) -> None:
-        """Takes the stop file away once it has been obeyed, so that the same command goes on."""
+        """Removes the stop file, so that the same command goes on next time."""
         if self._file:
             self._file.unlink(missing_ok=True)
 
@@ -54,22 +54,22 @@ class Stops:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The unbroken line of launcher processes above this one, as (pid, start time).
+    """The launchers among the ancestors of this process, from its parent up, as (pid, start time).
 
     `deepspeed --hostfile` has sshd start a shell that runs deepspeed.launcher.launch, or becomes it, and sshd's process
-    for this session ends with its connection. A session in which someone has typed `deepspeed` may be closed: there
-    another launcher, or a shell that was told nothing of this one, stands between.
+    for this session ends with its connection. Where someone has typed `deepspeed` in an ssh session, that session may
+    end without ending the run: there another launcher, or the shell of the session, stands between.
     """
-    found, pid = [], os.getppid()
+    launchers, pid = [], os.getppid()
     while pid > 1 and any(word in _command(pid) for word in _LAUNCHERS):
-        found.append((pid, _identity(pid)))
+        launchers.append((pid, _identity(pid)))
         pid = _parent(pid)
-    if found and _REMOTE in " ".join(_words(found[-1][0])):
+    if launchers and _REMOTE in " ".join(_words(launchers[-1][0])):
         if _is_shell(pid) and _REMOTE in " ".join(_words(pid)):
             pid = _parent(pid)
         if " ".join(_words(pid)).startswith("sshd"):
-            found.append((pid, _identity(pid)))
-    return found
+            launchers.append((pid, _identity(pid)))
+    return launchers
 
 
 def _is_shell(pid: int) -> bool:

@@ -1,9 +1,10 @@
 """A finished or running run's folder, read by the verbs that come after training: recipe, checkpoint, networks."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.store import Store
@@ -49,15 +50,26 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
             for part in system.parts if every or part in system.averaged}
 
 
-def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The system's networks that `kinds` names, with those weights, on this rank's device, dropping nothing out."""
-    found = {part: network for part, network in system.networks().items() if part in kinds}
-    for part, network in found.items():
-        network.load_state_dict(read_weights(checkpoint, part, kinds[part]))
+def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype,
+             device: torch.device | None = None) -> dict[str, nn.Module]:
+    """The system's networks that `kinds` names, with those weights, on a device (None: this rank's), dropping nothing
+    out.
+    """
+    states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
+    return placed(system, states, dtype, device or group.device())
+
+
+def placed(system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype,
+           device: torch.device) -> dict[str, nn.Module]:
+    """The system's networks with the weights of `states`, pairs of a part and its state dict, as `networks`."""
+    fresh, loaded = system.networks(), {}
+    for part, state in states:
+        loaded[part] = network = fresh[part]
+        network.load_state_dict(state)
         buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-        network.to(group.device(), dtype).eval()
+        network.to(device, dtype).eval()
         for name, buffer in network.named_buffers():                      # tables keep their own precision
-            buffer.data = buffers[name].to(group.device())
+            buffer.data = buffers[name].to(device)
     for network in system.frozen():
-        network.to(group.device())
-    return found
+        network.to(device)
+    return loaded

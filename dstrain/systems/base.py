@@ -66,11 +66,6 @@ class SystemConfig(Section):
         """Number of classes that samples are conditioned on; None where labels say nothing."""
         return None
 
-    @property
-    def num_ids(self) -> int | None:
-        """Number of ids in the tokens that the system learns from; None where it learns from none."""
-        return None
-
     @classmethod
     def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
                       tokenizer: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dstrain.data.latents import Latents
 from dstrain.drawing.sampling import draw_all
 from dstrain.encode import Order, encode
 from dstrain.engine.checkpoint import read_weights
-from dstrain.export import Order as Export, export
+from dstrain.export import ExportOptions as Export, export
 from dstrain.recipe import ConfigError, load
 from dstrain.runs import trained
 from dstrain.runs.weights import fitted

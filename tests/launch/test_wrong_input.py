@@ -185,8 +185,9 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     """Oracle: the ds_config.json written into the run's folder, on a CPU that would have it otherwise."""
-    from dstrain import cli, folders
+    from dstrain.command import cli
     from dstrain.engine import settings
+    from dstrain.runs import folders
     monkeypatch.setattr(settings, "_multiplies_bf16", lambda: True)
     words = ["folder=run", "--allow-change"]                              # the data are not asked about
     found = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)

@@ -226,10 +226,6 @@ class Config(SystemConfig):
         return model | changed
 
     @property
-    def num_ids(self) -> int:
-        return self.codebook_size
-
-    @property
     def samplers(self) -> tuple[str, ...]:
         """Ways to decode, the usual one last."""
         return SAMPLERS if self.critic else SAMPLERS[:1]

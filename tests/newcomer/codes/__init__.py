@@ -33,10 +33,6 @@ class Config(SystemConfig):
         codes = run.data.codes
         return {"grid": codes.shape, "num_tokens": codes.codebook_size, **model} if codes else model
 
-    @property
-    def num_ids(self) -> int:
-        return self.num_tokens
-
 
 class Block(nn.Module):
     """Causal attention and an MLP: (B, N, D) -> (B, N, D)."""

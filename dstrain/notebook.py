@@ -1,0 +1,93 @@
+"""A trained run in a notebook: its recipe, system, networks and samples, in one process and without DeepSpeed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dstrain import recipe, systems
+from dstrain.data.batches import held_out
+from dstrain.data.sources import open_sources
+from dstrain.drawing.requests import make_request
+from dstrain.drawing.sampling import draw_all, score
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import trained
+from dstrain.runs.weights import fitted
+from dstrain.systems.base import System
+
+_EXPORTED = "recipe.yaml"                      # what `export --format safetensors` writes beside the weights
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun:
+    """What `load` found. Parts that only teach others while they train, such as a discriminator, are left out."""
+
+    folder: Path
+    recipe: Run
+    system: System                             # losses, sampler, conditions: see dstrain/systems/base.py
+    networks: dict[str, nn.Module]             # by part, in evaluation mode; {"denoiser": ...} of a DiT
+    weights: dict[str, str]                    # by part: ema.DECAY, master (the training weights) or exported
+    step: int | None                           # of the checkpoint; None of an export
+    device: torch.device
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{part}: {kind}" for part, kind in self.weights.items())
+        return f"TrainedRun({self.folder}, {self.recipe.system}, step {self.step}, {parts}, {self.device})"
+
+    def sample(self, num: int = 16, *, labels: Sequence[int] | None = None, prompts: Sequence[str] | None = None,
+               images: Tensor | None = None, seed: int = 0, num_steps: int | None = None, sampler: str | None = None,
+               guidance_scale: float | None = None, num_frames: int | None = None, batch: int = 16) -> Tensor:
+        """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
+
+        Sample i is a function of seed + i, the same that launch/generate.py draws. labels and prompts are repeated to
+        `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
+        W), the frames to go on from. None takes the choice of the recipe's `samples` section. batch: samples in one
+        call of the networks. ConfigError: the system does not take what is chosen.
+        """
+        if images is None and self.system.starts_from_data and self.system.generates:
+            raise ConfigError(f"{self.folder} draws from smaller pictures: give them as images=, uint8 (N, C, H, W)")
+        request, _ = make_request(self.recipe.samples, self.system, num, seed, labels=labels, prompts=prompts,
+                                  images=images, num_steps=num_steps, sampler=sampler, guidance_scale=guidance_scale,
+                                  num_frames=num_frames)
+        return draw_all(self.system, self.networks, request, min(batch, num), self.device)
+
+    def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
+        """Means of the system's evaluation terms, such as loss, over the first `num` (None: all) held-out samples.
+
+        ConfigError: the data are not there, or none of them are held out.
+        """
+        source = open_sources(self.recipe.data)[1]
+        if source is None:
+            raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
+        return score(self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed,
+                                                          limit=num))
+
+
+def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, step: int | None = None,
+         device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> TrainedRun:
+    """A run's folder, or what `launch/export.py --format safetensors` has made of one.
+
+    ema: decay of the average to take, None for the recipe's choice. raw: the training weights instead. step: of the
+    checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the weights, None
+    for bfloat16 on a GPU and float32 on a CPU. ConfigError: it is no such folder, or holds no such weights.
+    """
+    folder = Path(folder)
+    device = torch.device(device) if device is not None else group.device()
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    exported = (folder / _EXPORTED).exists() and not (folder / "run.yaml").exists()
+    run = recipe.load(folder / _EXPORTED) if exported else trained.read(folder)
+    system = systems.build(run.system, run.model)
+    if exported:
+        if raw or ema is not None or step is not None:
+            raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
+        states = {part: state for part, (state, _) in fitted(folder, system, system.averaged).items()}
+        networks, kinds = trained.placed(system, states.items(), dtype, device), dict.fromkeys(states, "exported")
+    else:
+        checkpoint = trained.checkpoint(folder, step)
+        kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+        networks = trained.networks(system, checkpoint, kinds, dtype, device)
+        step = int(checkpoint.name.removeprefix("step_"))
+    return TrainedRun(folder, run, system, networks, kinds, step, device)
