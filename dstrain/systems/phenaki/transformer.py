@@ -217,7 +217,7 @@ class PositionBias(nn.Module):
         like = self.net[0].weight
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
         grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)      # (differences, axes)
-        table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))                       # (differences, heads)
+        table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))               # (differences, heads)
         return F.embedding(_difference(sides, like.device), table).permute(2, 0, 1)
 
 
