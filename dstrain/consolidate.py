@@ -1,15 +1,15 @@
-"""A checkpoint's sharded weights as safetensors files in Hugging Face's layout, by streaming.
+"""Merges a checkpoint's sharded weights into safetensors files in Hugging Face's layout, by streaming.
 
-    RUN, CHECKPOINT    dstrain's named fragments: the training weights or an average; nothing is pickled
-    anything else      DeepSpeed's own ZeRO-1/2/3 checkpoint, see engine/deepspeed_files.py; dstrain's with
-                       save.format=deepspeed, too, where the training weights are asked for
+    a run, a checkpoint    dstrain's named fragments: the training weights or an average; nothing is pickled
+    anything else          DeepSpeed's own ZeRO-1/2/3 checkpoint, see engine/deepspeed_files.py; also the training
+                           weights of dstrain's checkpoints with save.format=deepspeed
 
-One buffer of 256 kB is all that is held of the weights (one tensor, where DeepSpeed kept it in another order than
-row-major). Neither torch nor DeepSpeed is imported and no process group is made. A tied weight is written under each of
-its names, so that every reader's strict loading is satisfied; dstrain's own networks tie none.
+Memory holds one buffer of 256 kB of the weights, or one tensor where DeepSpeed stored it in another order than
+row-major. Neither torch nor DeepSpeed is imported, and there is no process group. A tied weight is written under each
+of its names, as readers with strict loading need it; dstrain's own networks tie none.
 
-Written are model.safetensors, or model-00001-of-0000N.safetensors and model.safetensors.index.json, in a folder for
-each part where there are several; recipe.yaml, as the run resolved it; consolidated.json, which says what this is.
+Output: model.safetensors, or model-00001-of-0000N.safetensors and model.safetensors.index.json, with a folder for each
+part of several; recipe.yaml, as the run resolved it; consolidated.json, which describes the rest.
 """
 
 import errno
@@ -33,6 +33,7 @@ from dstrain.ranks.place import place
 from dstrain.recipe import ConfigError
 
 
+Update = Callable[[int], Any]                  # as tqdm.update: called with the bytes done since the last call
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -41,27 +42,27 @@ _STEP = re.compile(r"step_(\d{8,})")
 class Order:
     """What to consolidate."""
 
-    source: Path                               # a run's folder, a checkpoint's, or DeepSpeed's own
+    source: Path                               # the folder of a run, of a checkpoint, or of DeepSpeed's checkpoints
     out: Path                                  # a new folder
     weights: str | None = None                 # raw, ema, ema:DECAY; None: the first average, else raw
     part: str | None = None                    # None: every part
     step: int | None = None                    # None: the newest
-    tag: str | None = None                     # of DeepSpeed's; None: as `latest` says
-    dtype: str = "float32"                     # of weights; floating buffers keep theirs, in float32 at least
+    tag: str | None = None                     # of DeepSpeed's checkpoints; None: the one in `latest`
+    dtype: str = "float32"                     # of weights; floating buffers stay in float32 at least
     shard_size: int = 5_000_000_000            # bytes
     trust_pickle: bool = False
 
 
 @dataclass
 class Plan:
-    """What will be written, before anything is."""
+    """What is to be written."""
 
-    parts: dict[str, list[Entry]]              # "" where there is only one, without a name
+    parts: dict[str, list[Entry]]              # the name is "" for DeepSpeed's one network
     weights: dict[str, str]                    # part: raw or ema:DECAY
     facts: dict[str, Any]                      # for consolidated.json
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     recipe: Path | None = None
-    verify: Callable[[Callable[[int], Any]], None] = lambda _: None
+    verify: Callable[[Update], None] = lambda _: None                  # reads the source, checks hashes
     to_verify: int = 0                         # bytes
 
     @property
@@ -69,10 +70,10 @@ class Plan:
         return sum(entry.nbytes for entries in self.parts.values() for entry in entries)
 
 
-def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
-    """Writes order.out, whole or not at all; `bar` is given the bytes to be done and returns what is told of each.
+def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
+    """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
 
-    ConfigError: not there, damaged, not to be merged, or `out` is there already or does not fit on the disk.
+    ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
     """
     if place().world > 1:
         raise ConfigError("a consolidation takes one process: python launch/consolidate.py ...")
@@ -80,23 +81,24 @@ def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     plan = look(order)
     tmp = order.out.absolute().with_name(f"{order.out.absolute().name}.tmp{os.getpid()}")
-    told = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
+    update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
         tmp.mkdir(parents=True)
         free = shutil.disk_usage(tmp).free
         if free < plan.nbytes:
             raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
-        plan.verify(told)
+        plan.verify(update)
         files: dict[str, dict[str, Any]] = {}
         for part, entries in plan.parts.items():
-            said = {"weights": plan.weights[part], "step": str(plan.facts["step"]), **({"part": part} if part else {})}
-            several = len(plan.parts) > 1
-            written = streams.write_model(tmp / part if several else tmp, entries, order.shard_size, said, told)
+            metadata = {"weights": plan.weights[part], "step": str(plan.facts["step"])}
+            metadata |= {"part": part} if part else {}
+            folder = tmp / part if len(plan.parts) > 1 else tmp
+            written = streams.write_model(folder, entries, order.shard_size, metadata, update)
             files |= {path.relative_to(tmp).as_posix(): entry for path, entry in written.items()}
         if plan.recipe:
             shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
-        said_of_it = json.dumps({**_description(order, plan), "files": files}, indent=2)
-        (tmp / CONSOLIDATED).write_text(said_of_it + "\n", encoding="utf-8")
+        description = json.dumps({**_description(order, plan), "files": files}, indent=2)
+        (tmp / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
         os.rename(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -109,7 +111,7 @@ def consolidate(order: Order, bar: Callable[[int], Any] | None = None) -> Plan:
 
 
 def look(order: Order) -> Plan:
-    """What an order means: reads headers only. ConfigError as `consolidate`."""
+    """The plan of an order, from headers alone. ConfigError as `consolidate`."""
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
@@ -129,10 +131,11 @@ def look(order: Order) -> Plan:
 # ------------------------------------------------------------------------------------------------------------ dstrain's
 
 def _checkpoint(source: Path, step: int | None) -> Path | None:
-    """The folder of one checkpoint of dstrain's; None: this is none of its folders."""
+    """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
     store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
     if (source / NAME).exists() or (source / COMMON).exists():
-        if step not in (None, _step(source)):
+        match = _STEP.fullmatch(source.name)
+        if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
     if store is None:
@@ -147,15 +150,10 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
 
 
 def _steps(store: Path) -> dict[int, Path]:
-    """Checkpoints by step, ascending; other programs may call DeepSpeed's tags alike."""
+    """Checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {int(match[1]): path for path in paths
             if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.files(path)}
-
-
-def _step(checkpoint: Path) -> int | None:
-    match = _STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
 
 
 def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
@@ -163,49 +161,54 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
         body = manifest(checkpoint)
     except ConfigError as error:
         raise fragment_files.damaged(checkpoint, str(error)) from None
-    said: dict[str, dict] = body["files"]
-    there = sorted({match[1] for name in said if (match := SHARD.fullmatch(name))})
-    if order.part is not None and order.part not in there:
-        raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(there)}")
+    files: dict[str, dict] = body["files"]
+    parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
+    if order.part is not None and order.part not in parts:
+        raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
     recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
                    if path.exists()), None)
-    run = _run(recipe)
-    plan = Plan({}, {}, {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"),
-                         "run": run.get("name"), "world": body["world"], "versions": body["versions"],
-                         "score": body["extra"].get("score"), "data": _data(recipe),
-                         "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()},
-                recipe=recipe)
+    plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
+    parts = [order.part] if order.part else parts
+    fragments_of = {part: fragment_files.Fragments(checkpoint, part, files) for part in parts}
+    decays = {part: fragments.decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
-    kinds = {part: fragment_files.Fragments(checkpoint, part, said) for part in ([order.part] if order.part else there)}
-    decays = {part: found.decays() for part, found in kinds.items()}
-    for part, found in kinds.items():
+    for part, fragments in fragments_of.items():
         kind = _kind(order, checkpoint, part, decays)
-        native = kind == "master" and kind not in found.pieces
-        if native and not (checkpoint / "deepspeed" / part).is_dir():
-            raise fragment_files.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
-        if native:
-            used |= {name for name in said if name.startswith(f"deepspeed/{part}/")}
-            merged = deepspeed_files.read(checkpoint / "deepspeed" / part, order.trust_pickle, DTYPES[order.dtype])
+        native = checkpoint / "deepspeed" / part       # with save.format=deepspeed the training weights are there
+        if kind == "master" and kind not in fragments.pieces:
+            if not native.is_dir():
+                raise fragment_files.damaged(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+            used |= {name for name in files if name.startswith(f"deepspeed/{part}/")}
+            merged = deepspeed_files.read(native, order.trust_pickle, DTYPES[order.dtype])
             plan.parts[part], plan.tied[part] = merged.entries, merged.tied
         else:
-            used |= set(found.files)
-            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in found.tensors(kind)]
+            used |= set(fragments.files)
+            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.tensors(kind)]
             plan.parts[part] = entries + list(fragment_files.buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
-    plan.to_verify = sum(said[name]["size"] for name in used)
-    plan.verify = lambda told: _verify(checkpoint, sorted(used), said, told)
+    plan.to_verify = sum(files[name]["size"] for name in used)
+    plan.verify = lambda update: _verify(checkpoint, sorted(used), files, update)
     return plan
 
 
+def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
+    """What consolidated.json says of a checkpoint with the manifest `body`."""
+    run, data = _run(recipe), recipe and recipe.with_name("data.txt")
+    return {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"), "run": run.get("name"),
+            "world": body["world"], "versions": body["versions"], "score": body["extra"].get("score"),
+            "data": _text(data).strip() if data and data.exists() else None,
+            "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()}
+
+
 def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """master or ema.DECAY. A part without averages among others that have some is taken as it was trained."""
-    wanted, _, text = (order.weights or "").partition(":")
-    own, others = decays[part], [decay for found in decays.values() for decay in found]
-    if wanted == "raw":
+    """master or ema.DECAY. A part without averages, beside parts that have some, gives its training weights."""
+    weights, _, text = (order.weights or "").partition(":")
+    if weights == "raw":
         return "master"
-    if wanted and not others:
+    if weights and not any(decays.values()):
         raise ConfigError(f"--weights {order.weights}: {checkpoint} holds no average of {', '.join(decays)}: take "
                           "--weights raw")
+    own = decays[part]
     try:
         decay = float(text) if text else (own or [math.nan])[0]
     except ValueError:
@@ -216,28 +219,24 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
     return f"ema.{decay!r}" if own else "master"
 
 
-def _verify(checkpoint: Path, names: list[str], said: dict[str, dict], told: Callable[[int], Any]) -> None:
+def _verify(checkpoint: Path, names: list[str], files: dict[str, dict], update: Update) -> None:
+    """Reads files and compares them with `files` of the manifest."""
     for name in names:
-        if wrong := faults(checkpoint, [name], said):
-            raise fragment_files.damaged(checkpoint, wrong[0])
-        told(said[name]["size"])
+        if problems := faults(checkpoint, [name], files):
+            raise fragment_files.damaged(checkpoint, problems[0])
+        update(files[name]["size"])
 
 
 def _run(recipe: Path | None) -> dict[str, Any]:
+    """The content of run.yaml."""
     if recipe is None:
         return {}
     import yaml
     try:
-        found = yaml.safe_load(_text(recipe))
+        content = yaml.safe_load(_text(recipe))
     except yaml.YAMLError as error:
         raise _unreadable(recipe, str(getattr(error, "problem", None) or error)) from None
-    return found if isinstance(found, dict) else {}
-
-
-def _data(recipe: Path | None) -> str | None:
-    """The fingerprint of what the run was trained on."""
-    path = recipe.with_name("data.txt") if recipe else None
-    return _text(path).strip() if path and path.exists() else None
+    return content if isinstance(content, dict) else {}
 
 
 def _text(path: Path) -> str:
@@ -248,28 +247,28 @@ def _text(path: Path) -> str:
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away, since the "
-                       "weights do without it")
+    return ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away: the "
+                       "weights do not need it")
 
 
 # ---------------------------------------------------------------------------------------------------------- DeepSpeed's
 
 def _of_deepspeed(order: Order, folder: Path) -> Plan:
-    for option, given, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
-        if given is not None:
-            raise ConfigError(f"{option} {given}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
+    for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
     if order.weights not in (None, "raw"):
         raise ConfigError(f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
                           "averages: take --weights raw")
     merged = deepspeed_files.read(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
-    def verify(told: Callable[[int], Any]) -> None:
+    def verify(update: Update) -> None:
         for span, crc in merged.sums.items():
             if torch_files.altered(span, crc):
                 raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} has altered bytes): take another "
                                   "with --tag")
-            told(span.nbytes)
+            update(span.nbytes)
 
     return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,
                 to_verify=sum(span.nbytes for span in merged.sums))

@@ -29,14 +29,14 @@ def keys(seed: int, step: int, positions: Tensor) -> Tensor:
 
 def keys_of_seeds(seeds: Tensor) -> Tensor:
     """Keys of generated samples, one for each seed: int64 (B,) -> int64 (B,)."""
-    return _mix(_mix(seeds) ^ _SECOND)                                    # no key of `keys`, at any step
+    return _mix(_mix(seeds) ^ _SECOND)                                    # not a key that `keys` makes
 
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
-    """Seeds torch's generators for micro-batch `micro` of all the ranks' of a step: a network's dropout draws there.
+    """Seeds torch's generators, which dropout draws from. `micro` numbers the micro-batches of a step over all ranks.
 
-    A mask is thus a function of (seed, step, micro-batch): the same when resumed, and at another world size as long as
-    the micro-batch keeps its size. A keyed draw by sample would cost more than the layer that it thins.
+    A dropout mask is thus a function of (seed, step, micro-batch): the same after a resume, and at another world size
+    as long as the micro-batch keeps its size. Keyed draws for each sample would cost more than the layer itself.
     """
     torch.manual_seed(_mix_int(_mix_int(_mix_int(seed) + step) ^ _mix_int(micro + 1)))
 

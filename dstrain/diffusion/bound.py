@@ -1,6 +1,6 @@
-"""The variational bound of data under a trained chain, as launch/evaluate.py averages it: in bits, by timestep.
+"""The variational bound of data under a trained chain, in bits by timestep. launch/evaluate.py averages it over data.
 
-Notation as in gaussian.py; K timesteps are visited, all T of them or an evenly spaced choice.
+Notation as in gaussian.py; K timesteps are visited: all T of them, or an evenly spaced subset.
 Source: Nichol & Dhariwal 2021, Equations 4 to 7; a shortened chain is their section 4.
 """
 
@@ -8,23 +8,24 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
+from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
-from dstrain.recipe import ConfigError
 
 
 def measured_bits(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, key: Tensor,
                   num_steps: int | None = None, progress: Progress = iter) -> dict[str, Tensor]:
-    """What System.measure returns of pixels x_start (B, C, H, W) in [-1, 1], keyed by `key` int64 (B,).
+    """The terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; the noise is drawn from `key` int64 (B,).
 
-    total, prior (B,) and vb (B, K) in bits per dimension, total = prior + sum of vb; mse (of eps), x_start_mse (B, K);
-    timestep int64 (B, K), the timestep of the original chain that a column belongs to, ascending. K = num_steps, None
-    takes the whole chain. The noise of a sample is a function of its key and K: draw i, from the last timestep down, is
-    the stream bound/{i}. K calls of the network. ConfigError: more steps than the chain has.
+    total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
+    vb                (B, K) in bits per dimension, the bound's term of each timestep.
+    mse, x_start_mse  (B, K), of eps and of x_start.
+    timestep          int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
+
+    K is num_steps; None takes the whole chain. The network is called K times. Draw i of the noise, counted from the
+    last timestep down, is the stream bound/{i}. ConfigError: more steps than the chain has.
     """
-    whole = diffusion.num_timesteps
-    if num_steps is not None and not 1 <= num_steps <= whole:
-        raise ConfigError(f"num_steps: {num_steps} is not between 1 and the {whole} timesteps of the chain")
-    chain = diffusion if num_steps in (None, whole) else diffusion.respaced(str(num_steps))
+    whole = num_steps in (None, diffusion.num_timesteps)
+    chain = diffusion if whole else diffusion.respaced(schedule.even_spec(diffusion.num_timesteps, num_steps))
     noise = lambda i: rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
     terms = chain.bits_per_dim(network, x_start, noise, progress=progress)
     terms = {name: values.flip(1) if values.ndim == 2 else values for name, values in terms.items()}

@@ -10,8 +10,8 @@ chain even where the chain is respaced. Its output is brought to float32 (float6
 
 Sources: Ho et al. 2020 (DDPM), Nichol & Dhariwal 2021 (IDDPM: learned variance Equation 15, hybrid loss Equation 16).
 
-Speed: all coefficients are columns of one table (T, K), computed in float64, moved to a device once. A step gathers
-its rows by one indexing and never waits for the host.
+Speed: all coefficients are columns of one table (T, K), computed in float64 and moved to a device once. A step gathers
+its rows with one index and never makes the host wait.
 """
 
 import math
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean_flat, normal_kl
+from dstrain.diffusion.likelihood import discretized_log_likelihood, expm1, mean_flat, normal_kl, readable
 from dstrain.recipe import ConfigError
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -56,7 +56,7 @@ class GaussianDiffusion:
                 raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
         if prediction == "eps" and betas[-1] == 1:
             raise ConfigError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
-                              "leaves noise alone; take prediction v, another schedule, or another number of steps")
+                              "leaves only noise; take prediction v, another schedule, or another number of steps")
         self.num_timesteps = len(betas)
         self.prediction, self.variance, self.loss = prediction, variance, loss
         self.timestep_map = list(range(len(betas)) if timestep_map is None else timestep_map)
@@ -70,10 +70,10 @@ class GaussianDiffusion:
 
     def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
         """The chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
-        kept = schedule.space_timesteps(self.num_timesteps, spec)
+        timesteps = schedule.space_timesteps(self.num_timesteps, spec)
         return GaussianDiffusion(
-            schedule.respace(self.tables["betas"], kept), prediction=self.prediction, variance=self.variance,
-            loss=self.loss, timestep_map=[self.timestep_map[t] for t in kept], original_steps=self.original_steps,
+            schedule.respace(self.tables["betas"], timesteps), prediction=self.prediction, variance=self.variance,
+            loss=self.loss, timestep_map=[self.timestep_map[t] for t in timesteps], original_steps=self.original_steps,
             rescale_timesteps=self.rescale_timesteps)
 
     # ------------------------------------------------------------------------------------------------- the network
@@ -90,7 +90,7 @@ class GaussianDiffusion:
         return prediction, values
 
     def times(self, t: Tensor) -> Tensor:
-        """What the network is told: timesteps of the original chain, (B,) int64, or float32 where rescaled."""
+        """The network's second argument: timesteps of the original chain, (B,) int64, or float32 where rescaled."""
         if t.device not in self._times:
             with torch.inference_mode(False):
                 times = torch.tensor(self.timestep_map)
@@ -139,20 +139,20 @@ class GaussianDiffusion:
         return mean, self._log_variance(values, x_t, t), x_start
 
     def x_start_of(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The x_start that a prediction amounts to."""
+        """The x_start that follows from a prediction at x_t."""
         if self.prediction == "x_start":
             return prediction
         if self.prediction == "eps":
-            one, other = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
+            of_x_t, of_prediction = self._at(t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod")
         elif self.prediction == "v":
-            one, other = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+            of_x_t, of_prediction = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         else:                                     # the posterior mean, solved for x_start
             first, second = self._at(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
             return (prediction - second * x_t) / first
-        return one * x_t - other * prediction
+        return of_x_t * x_t - of_prediction * prediction
 
     def eps_of(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The eps between x_start and x_t, also where nothing of x_start is left in x_t."""
+        """The eps that leads from x_start to x_t; also defined where x_t is noise alone."""
         signal, sigma = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
 
@@ -169,8 +169,8 @@ class GaussianDiffusion:
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
 
-        In every convention the predicted mean errs by gain_t (prediction - target): squared errors serve mse and
-        bound, and x_start need not be formed, which in float32 would cancel.
+        In every convention the error of the predicted mean is gain_t (prediction - target). So one squared error
+        serves mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
         """
         x_t = self.q_sample(x_start, t, noise)
         prediction, values = self.call(network, x_t, t)
@@ -183,7 +183,7 @@ class GaussianDiffusion:
             return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
         if not self.learns_variance:
             return {"loss": mse, "mse": mse.detach()}
-        # The bound teaches the variance only: no gradient into the mean.
+        # The bound trains the variance only: the mean gets no gradient from it.
         vb = self._bound(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
         if self.loss == "rescaled_mse":
             vb = vb * (self.num_timesteps / 1000.0)
@@ -197,23 +197,23 @@ class GaussianDiffusion:
 
             KL = mean(u - 1 + e^-u (1 + G error^2)) / 2 = (mean(u + (e^-u - 1)(1 + G error^2)) + G mse) / 2,
 
-        where nothing cancels for small u, unlike in the difference of two log variances.
+        where nothing cancels for small u. In the difference of two log variances it would.
         """
         share = self._at(t, x_start, "mean_gain_share")[0]
         ratio = self._log_ratio(values, x_start, t)                      # -u
         rest = torch.addcmul(ratio, expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
         kl = 0.5 * (share.flatten() * mse - mean_flat(rest))
-        if _readable(t):                          # on the CPU t may be read: the costly NLL only where it counts
+        if readable(t):                           # the costly NLL only for samples at t = 0
             if not t.all():
                 first = (t == 0).nonzero().flatten()
                 nll = self._decoder_bound(error[first], ratio[first], x_start[first], t[first])
                 kl = kl.index_copy(0, first, nll)
-        else:                                     # on an accelerator: both for all samples, no look at t
+        else:                                     # both for all samples: reading t would wait for the device
             kl = torch.where(t == 0, self._decoder_bound(error, ratio, x_start, t), kl)
         return kl * (1 / math.log(2.0))
 
     def _decoder_bound(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
-        """The decoder's NLL in nats (B,), meant for t = 0, where the posterior's mean is x_start."""
+        """The decoder's NLL in nats (B,). It is for t = 0, where the posterior's mean is x_start."""
         gain, log_variance = self._at(t, x_start, "mean_gain", "posterior_log_variance_clipped")
         log_variance = log_variance - ratio
         return mean_flat(-discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance))
@@ -235,7 +235,8 @@ class GaussianDiffusion:
                      progress: Progress = iter) -> dict[str, Tensor]:
         """The whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
 
-        Column 0 and noise(0) are the last timestep, the order in which the chain is walked. T calls of the network.
+        The chain is walked from its last timestep down: column 0 and noise(0) belong to the last timestep. The network
+        is called T times.
         """
         columns: dict[str, list[Tensor]] = {"vb": [], "mse": [], "x_start_mse": []}
         for draw, step in enumerate(progress(range(self.num_timesteps - 1, -1, -1))):
@@ -263,12 +264,12 @@ class GaussianDiffusion:
     def _table(self, x: Tensor) -> Tensor:
         """All columns, shaped so that they broadcast along x: (T, K, 1, ...)."""
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
-        place = (x.device, dtype, x.ndim)
-        if place not in self._stacked:
+        key = (x.device, dtype, x.ndim)
+        if key not in self._stacked:
             with torch.inference_mode(False):
                 rows = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)
-                self._stacked[place] = rows.view(*rows.shape, *(1 for _ in x.shape[1:]))
-        return self._stacked[place]
+                self._stacked[key] = rows.view(*rows.shape, *(1 for _ in x.shape[1:]))
+        return self._stacked[key]
 
 
 def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
@@ -277,7 +278,7 @@ def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))
     posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
-    # At t = 0 the posterior is a point; its log variance is that of t = 1 (of beta where there is no other step).
+    # At t = 0 the posterior's variance is 0; its logarithm is taken from t = 1, in a chain of one step from beta.
     clipped = posterior_variance.clone()
     clipped[0] = posterior_variance[1] if len(betas) > 1 else betas[0]
     large = betas.clone()
@@ -310,9 +311,5 @@ def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
 
 
 def at_boundary(out: Tensor) -> Tensor:
-    """A network's output in the precision of losses and samplers: float32, float64 kept."""
+    """A network's output in the precision of losses and samplers: float32; float64 stays."""
     return out if out.dtype == torch.float64 else out.float()
-
-
-def _readable(t: Tensor) -> bool:
-    return t.device.type == "cpu" and not torch.compiler.is_compiling()

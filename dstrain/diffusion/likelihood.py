@@ -1,6 +1,6 @@
 """Terms of the variational bound: divergence of two Gaussians, and the likelihood of 8-bit data under one.
 
-Source: Ho et al. 2020 (DDPM), section 3.3 and appendix A. All in nats, elementwise; mean_flat makes them per dimension.
+Elementwise and in nats; mean_flat averages over dimensions. Source: Ho et al. 2020 (DDPM), section 3.3, appendix A.
 """
 
 import math
@@ -16,11 +16,11 @@ def mean_flat(x: Tensor) -> Tensor:
     return x.flatten(1).mean(dim=1)
 
 
-def normal_kl(mean: Tensor, log_variance: Tensor, other_mean: Tensor | float, other_log: Tensor | float) -> Tensor:
-    """KL(N(mean, e^log_variance) || N(other_mean, e^other_log)) in nats, elementwise."""
-    other_log = torch.as_tensor(other_log, dtype=mean.dtype, device=mean.device)
-    difference = log_variance - other_log
-    return 0.5 * (-1.0 - difference + difference.exp() + (mean - other_mean).square() * torch.exp(-other_log))
+def normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor | float, log_variance2: Tensor | float) -> Tensor:
+    """KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, elementwise."""
+    log_variance2 = torch.as_tensor(log_variance2, dtype=mean1.dtype, device=mean1.device)
+    difference = log_variance1 - log_variance2
+    return 0.5 * (-1.0 - difference + difference.exp() + (mean1 - mean2).square() * torch.exp(-log_variance2))
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
@@ -41,16 +41,20 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 def expm1(x: Tensor) -> Tensor:
     """e^x - 1 without cancellation, elementwise."""
-    readable = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return _HostExpm1.apply(x) if readable else torch.expm1(x)
+    return _HostExpm1.apply(x) if readable(x) else torch.expm1(x)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _HostExpm1(torch.autograd.Function):
-    """By numpy: torch's took three times as long on a CPU with AVX-512, in some runs fifty times (most of a loss)."""
+    """By numpy. On a CPU with AVX-512 torch's takes 3 times as long, in some runs 50 times: most of a loss's time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        with np.errstate(over="ignore"):                                  # infinite, as torch says it
+        with np.errstate(over="ignore"):                                  # the result is infinite, as torch's is
             out = torch.from_numpy(np.expm1(x.numpy()))
         ctx.save_for_backward(out)
         return out

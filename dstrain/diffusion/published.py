@@ -1,7 +1,7 @@
-"""A chain in the words of diffusers' schedulers: keyword arguments, so that nothing here imports that library.
+"""A chain as keyword arguments of diffusers' schedulers. The library itself is not imported here.
 
-Theirs compute in float32 from named betas or from a list; ours are float64 tables (gaussian.py). Both spell the same
-chain, to float32's rounding.
+Its schedulers compute in float32, from named betas or from a list; gaussian.py has tables in float64. Both describe the
+same chain, up to the rounding of float32.
 """
 
 from typing import Any
@@ -10,27 +10,27 @@ from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.schedule import BETA_END, BETA_START
 from dstrain.recipe import ConfigError
 
-PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}       # ours -> diffusers'
+PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}       # dstrain's -> diffusers'
 
 
 def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
-    """What DDIMScheduler and DDPMScheduler share; `schedule` names the betas, `clip` keeps x_start in [-1, 1].
+    """What DDIMScheduler and DDPMScheduler both take; `schedule` names the betas, `clip` keeps x_start in [-1, 1].
 
-    ConfigError: a prediction that they do not know.
+    ConfigError: a prediction that these schedulers do not know.
     """
     if diffusion.prediction not in PREDICTIONS:
         raise ConfigError(f"prediction: {diffusion.prediction} has no prediction_type in diffusers' schedulers, which "
                           f"know {', '.join(PREDICTIONS)} by other names; take --format safetensors")
     count = diffusion.num_timesteps
-    found = {"num_train_timesteps": count, "prediction_type": PREDICTIONS[diffusion.prediction], "clip_sample": clip}
+    common = {"num_train_timesteps": count, "prediction_type": PREDICTIONS[diffusion.prediction], "clip_sample": clip}
     if schedule == "linear":
         scale = 1000 / count
-        return found | {"beta_schedule": "linear", "beta_start": scale * BETA_START, "beta_end": scale * BETA_END}
+        return common | {"beta_schedule": "linear", "beta_start": scale * BETA_START, "beta_end": scale * BETA_END}
     if schedule in ("cosine", "squaredcos_cap_v2"):
-        return found | {"beta_schedule": "squaredcos_cap_v2"}
-    return found | {"trained_betas": diffusion.tables["betas"].float().tolist()}
+        return common | {"beta_schedule": "squaredcos_cap_v2"}
+    return common | {"trained_betas": diffusion.tables["betas"].float().tolist()}
 
 
 def even_steps(count: int, most: int = 5) -> int:
-    """The largest number of steps up to `most` that divides `count`: there DDIM strides alike here and in diffusers."""
+    """The largest divisor of `count` up to `most`: with so many steps DDIM visits the same timesteps in diffusers."""
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

@@ -1,8 +1,8 @@
 """Chains from noise to data over a (respaced) GaussianDiffusion: ancestral (DDPM), DDIM, its inverse, and guidance.
 
-Notation as in gaussian.py. The i-th draw of noise comes from `noise(i)`, i = 0, 1, ... in the order of the chain, also
-at t = 0 where it is not used, so that what a sample meets does not depend on the chain's branches. Every step is one
-call of the network with the same shapes: all ranks call alike.
+Notation as in gaussian.py. The i-th draw of noise is `noise(i)`, i = 0, 1, ... in the order of the chain. It is drawn
+at t = 0, too, where it is not used: the number of draws is the number of steps. Every step is one call of the network
+with the same shapes, so that all ranks call alike.
 
 Sources: Ho et al. 2020, Algorithm 2; Song et al. 2020 (DDIM), Equations 12 and 16; Ho & Salimans 2022 (guidance).
 """
@@ -36,8 +36,8 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
     for draw, (step, t) in enumerate(_descending(diffusion, x, progress)):
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.eps_of(x_start, x, t)
-        here, previous = diffusion._at(t, x, "alphas_cumprod", "alphas_cumprod_previous")
-        sigma = eta * ((1 - previous) / (1 - here) * (1 - here / previous)).sqrt()                # Equation 16
+        current, previous = diffusion._at(t, x, "alphas_cumprod", "alphas_cumprod_previous")
+        sigma = eta * ((1 - previous) / (1 - current) * (1 - current / previous)).sqrt()          # Equation 16
         x = x_start * previous.sqrt() + (1 - previous - sigma.square()).clamp(min=0).sqrt() * direction
         if eta:
             eps = noise(draw)
@@ -60,6 +60,7 @@ def encode_ddim(diffusion: GaussianDiffusion, network: Network, x_start: Tensor,
 
 
 def _descending(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
+    """Timesteps from the last to 0, as a number and as int64 (B,)."""
     for step in progress(range(diffusion.num_timesteps - 1, -1, -1)):
         yield step, torch.full((len(x),), step, device=x.device)
 
@@ -69,9 +70,9 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
     """The network with classifier-free guidance: null + scale * (conditional - null), in one call of twice the batch.
 
     conditions  keyword arguments of the network, (B, ...) each; `null` those without the condition.
-    scale       1 means none (and one call of the plain batch).
-    channels    how many leading output channels are guided; None means as many as the input has. The others (learned
-                variances) are those of the conditional half.
+    scale       1 means no guidance, and a call of the plain batch.
+    channels    how many leading output channels are guided; None means as many as the input has. All others (learned
+                variances) are taken from the conditional half.
     """
     if scale == 1.0:
         return lambda x_t, t: network(x_t, t, **conditions)
@@ -79,9 +80,9 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
 
     def guided_network(x_t: Tensor, t: Tensor) -> Tensor:
         out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))              # (2B, C or 2C, ...)
-        conditional, without = out.chunk(2)
+        conditional, unconditional = out.chunk(2)
         count = channels or x_t.shape[1]
-        leading = torch.lerp(without[:, :count], conditional[:, :count], scale)
+        leading = torch.lerp(unconditional[:, :count], conditional[:, :count], scale)
         return torch.cat((leading, conditional[:, count:]), dim=1)
 
     return guided_network

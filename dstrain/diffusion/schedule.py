@@ -1,8 +1,8 @@
 """Noise schedules of discrete-time diffusion: betas by name, and the subset of timesteps that a short chain visits.
 
 Notation of Ho et al. 2020 (DDPM): beta_t is the variance added between x_{t-1} and x_t, alphas_cumprod the product of
-(1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; tables go to a device in
-gaussian.py.
+(1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; gaussian.py moves tables to
+a device.
 
 Sources: linear, quad, warmup, const and jsd are those of DDPM's experiments; quadratic and sigmoid are among those of
 the DALL-E 2 prior of lucidrains/DALLE2-pytorch; cosine is Nichol & Dhariwal 2021 (Equation 17); respacing is their
@@ -11,6 +11,7 @@ section 4 ("Improving Sampling Speed"), `ddimN` the stride of Song et al. 2020.
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -27,9 +28,8 @@ BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
 def betas(name: str, num_timesteps: int) -> Tensor:
     """The schedule `name` over `num_timesteps` steps: float64 (T,).
 
-    `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; the others
-    of DDPM keep their end points, as published. Raises ConfigError for an unknown name, or where the scaling leaves
-    (0, 1].
+    `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; other
+    schedules keep their end points, as published. ConfigError: an unknown name, or scaled betas outside (0, 1].
     """
     if num_timesteps < 1:
         raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
@@ -77,18 +77,24 @@ def _cosine(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -
 
 
 def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
-    """The timesteps that a shorter chain keeps, ascending.
+    """The timesteps that a shorter chain visits, ascending.
 
-    `spec` is "" for all, "250" for one section of 250 (first and last step kept), "10,15,20" (or a list) for equal
-    sections of the chain with so many each, "ddim50" for every (T / 50)-th step from 0 on.
-    Raises ConfigError where a section holds fewer steps than are asked of it, or no integer stride gives N.
+    spec  "" for all; "250" for 250 of the whole chain, its first and last among them; "10,15,20" (or a list) for as
+          many of each of three equal sections; "ddim50" for every (T / 50)-th timestep from 0 on.
+    ConfigError: an unreadable spec, a section with fewer timesteps than are asked of it, no integer stride.
     """
-    if isinstance(spec, str) and spec.startswith("ddim"):
-        return _strided(num_timesteps, int(spec.removeprefix("ddim")))
     if isinstance(spec, str):
+        if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
+            raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
+        if spec.startswith("ddim"):
+            count = int(spec.removeprefix("ddim"))
+            if timesteps := _strided(num_timesteps, count):
+                return timesteps
+            raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
+                              f"asks; take a divisor of {num_timesteps}, or '{count}' without ddim")
         spec = [int(part) for part in spec.split(",")] if spec else [num_timesteps]
     size, larger = divmod(num_timesteps, len(spec))
-    kept, start = [], 0
+    timesteps, start = [], 0
     for section, count in enumerate(spec):
         length = size + (section < larger)
         if not 0 < count <= length:
@@ -97,26 +103,26 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
         stride = (length - 1) / (count - 1) if count > 1 else 1.0
         # The stride is summed, not multiplied: published chains were rounded from this very sum.
         places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)
-        kept += [start + round(place) for place in places]
+        timesteps += [start + round(place) for place in places]
         start += length
-    return sorted(set(kept))
+    return sorted(set(timesteps))
 
 
 def _strided(num_timesteps: int, count: int) -> list[int]:
-    for stride in range(1, num_timesteps + 1):
-        if len(range(0, num_timesteps, stride)) == count:
-            return list(range(0, num_timesteps, stride))
-    raise ConfigError(f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as ddim{count} asks; "
-                      f"take a divisor of {num_timesteps}, or '{count}' without ddim")
+    """Every k-th timestep from 0 on, `count` of them; [] where there is no such k."""
+    chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
+    return next((list(chain) for chain in chains if len(chain) == count), [])
 
 
-def has_stride(num_timesteps: int, count: int) -> bool:
-    """Whether "ddimN" exists for N = `count`."""
-    return count > 0 and any(len(range(0, num_timesteps, stride)) == count for stride in range(1, num_timesteps + 1))
+def even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
+    """The spec of `count` evenly spaced timesteps; `strided`: ddimN where it exists. ConfigError: there are fewer."""
+    if not 1 <= count <= num_timesteps:
+        raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
+    return f"ddim{count}" if strided and _strided(num_timesteps, count) else str(count)
 
 
-def respace(original: Tensor, kept: Sequence[int]) -> Tensor:
-    """Betas of the chain that visits only `kept` and has the same marginals there: (T,), K indices -> float64 (K,)."""
-    alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(kept)]
+def respace(original: Tensor, timesteps: Sequence[int]) -> Tensor:
+    """Betas of the chain that visits only `timesteps`, with the same marginals there: (T,), K of T -> float64 (K,)."""
+    alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(timesteps)]
     previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))
     return 1 - alphas_cumprod / previous

@@ -1,4 +1,4 @@
-"""Which timestep a training sample meets, and the weight that keeps the expected loss what it was.
+"""Which timestep a training sample gets, and the weight that leaves the expected loss unchanged.
 
 Source: Nichol & Dhariwal 2021, section 3.3 (importance sampling of the variational bound, Equation 18).
 """
@@ -18,15 +18,15 @@ Array = np.ndarray | Tensor
 class TimestepSampler(ABC):
     """A distribution over timesteps, sampled by each sample's own uniform number.
 
-    sample(uniforms)    uniforms float32 (B,) in [0, 1), keyed by the sample -> t int64 (B,), weight float32 (B,).
+    sample(uniforms)    uniforms float32 (B,) in [0, 1), one by each sample's key -> t int64 (B,), weight float32 (B,).
                         t is the inverse of the cumulative distribution at the uniform number: a function of it and of
-                        the state alone, never of batch, rank or device. Descending weight * loss averages to the
-                        mean over all timesteps. Stays on the uniforms' device and never waits for it.
-    observe(t, losses)  what was met since the last call, (N,) each, unweighted: of ALL ranks and micro-batches of the
-                        step, ordered by position in the global batch. The caller gathers (t, loss, position) and
-                        sorts; the sampler knows no rank. Called with the same values everywhere, it leaves the same
-                        state everywhere, however unevenly the batch was split. Entries with t < 0 are padding, and
-                        so are losses that are not finite: one would stay in the history until it is overwritten.
+                        the state alone, never of batch, rank or device. The mean of weight * loss is the mean loss
+                        over all timesteps. Everything stays on the uniforms' device, and the host never waits for it.
+    observe(t, losses)  timesteps and unweighted losses since the last call, (N,) each, of ALL ranks and micro-batches
+                        of the step, ordered by position in the global batch. The caller gathers (t, loss, position)
+                        and sorts; the sampler knows no rank. Equal arguments on all ranks leave equal states, however
+                        unevenly the batch was split. Entries with t < 0 are padding. Losses that are not finite are
+                        ignored, too: they would stay in the history until they are overwritten.
     state_dict()        tensors that a checkpoint keeps; empty where nothing is learned.
     """
 
@@ -53,20 +53,20 @@ class UniformSampler(TimestepSampler):
     """Every timestep alike, weight 1."""
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        # The float32 below 1 falls short by 2^-24, hence its product with T short of T by at least half of the spacing
-        # there (at a power of two by the whole): it is never rounded up to T.
+        # The largest float32 below 1 is 1 - 2^-24. Its product with T is below T by at least half the spacing of floats
+        # at T, and is never rounded up to T.
         return (uniforms * self.num_timesteps).long(), torch.ones_like(uniforms)
 
 
 class LossSecondMomentSampler(TimestepSampler):
     """p(t) proportional to sqrt(mean of squared losses), over the last `history_per_term` losses at each t.
 
-    uniform_prob is the share of uniform sampling mixed in, so that no timestep is forgotten. Until every timestep has
-    its full history, sampling is uniform.
+    uniform_prob is the share of uniform sampling mixed in, so that every timestep is drawn now and then. Until every
+    timestep has its full history, sampling is uniform.
 
-    The history of a timestep is a ring: its n-th loss lies in slot n modulo the length, (slot, t) of one table. A mean
-    of squares does not see where the ring begins. Column T is a bin for what is not kept, so that on an accelerator
-    shapes never depend on values. On the CPU numpy does the same with what is kept alone, in a tenth of the time.
+    The history of a timestep is a ring: its n-th loss lies in row n modulo the length, column t of one table. The mean
+    of squares does not depend on where the ring begins. Column T takes the losses that are not kept, so that on an
+    accelerator no shape depends on values. On the CPU numpy handles the kept losses alone, in a tenth of the time.
     """
 
     def __init__(self, num_timesteps: int, history_per_term: int = 10, uniform_prob: float = 0.001) -> None:
@@ -81,15 +81,15 @@ class LossSecondMomentSampler(TimestepSampler):
         return torch.as_tensor(self._p).clone()
 
     def _state(self) -> tuple[Array, Array]:
-        """The history and how much was seen, in arrays that are quick where they lie."""
+        """The history, and the number of losses seen by timestep: numpy's arrays on the CPU, where they are faster."""
         if _on_host(self._history):
             return self._history.numpy(), self._seen.numpy()
         return self._history, self._seen
 
     def _probabilities(self, history: Array, seen: Array) -> Array:
-        weights = (history * history).sum(0)[:-1] ** 0.5                  # times a constant
+        weights = (history * history).sum(0)[:-1] ** 0.5                  # the root mean square, times a constant
         total = weights.sum()
-        ready = (seen[:-1].min() >= self.history_per_term) & (total > 0)  # a truth value, not to be read
+        ready = (seen[:-1].min() >= self.history_per_term) & (total > 0)  # 0 or 1, never read by the host
         learned = ready * (1 - self.uniform_prob) / (total + ~ready)
         even = (ready * self.uniform_prob + ~ready) / self.num_timesteps
         return weights * learned + even
@@ -97,24 +97,24 @@ class LossSecondMomentSampler(TimestepSampler):
     def _refresh(self) -> None:
         self._p = self._probabilities(*self._state())
         if isinstance(self._p, np.ndarray):
-            cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as quick as numpy's
+            cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as fast as numpy's
         else:                                     # in integers: a GPU scans floats in no fixed order
             cumulative = (self._p * 2.0 ** 52).long().cumsum(dim=0).double() * 2.0 ** -52
-        cumulative[-1] = torch.inf                                        # the last timestep takes what rounding leaves
+        cumulative[-1] = torch.inf                                        # rounding may leave the last one below 1
         self._cumulative: Array = cumulative.numpy() if isinstance(self._p, np.ndarray) else cumulative
         self._guide: np.ndarray | None = None                             # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         self._move(uniforms.device)
         if _on_host(uniforms):
-            found = self._search(uniforms.numpy())
-            weights = 1 / (self.num_timesteps * self._p.take(found))
-            return torch.from_numpy(found), torch.from_numpy(weights.astype(np.float32))
+            t = self._search(uniforms.numpy())
+            weights = 1 / (self.num_timesteps * self._p.take(t))
+            return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
         t = torch.searchsorted(self._cumulative, uniforms.double(), right=True)
         return t, (self.num_timesteps * self._p.index_select(0, t)).reciprocal().float()
 
     def _search(self, uniforms: np.ndarray) -> np.ndarray:
-        """searchsorted by a guide table: bucket j of K begins in timestep guide[j] (Chen & Asau 1974)."""
+        """searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j]."""
         if 8 * len(uniforms) < self.num_timesteps:                        # the table would cost more than it saves
             return self._cumulative.searchsorted(uniforms, side="right")
         buckets = 1 << (4 * self.num_timesteps - 1).bit_length()          # a power of two: products with it are exact
@@ -130,10 +130,10 @@ class LossSecondMomentSampler(TimestepSampler):
     def observe(self, t: Tensor, losses: Tensor) -> None:
         self._move(t.device)
         losses = losses.detach().double()
-        if _on_host(t):                           # where values can be read
+        if _on_host(t):
             self._append(t.numpy(), losses.numpy())
         else:
-            self._append_unseen(t, losses)
+            self._append_on_device(t, losses)
         self._refresh()
 
     def _append(self, t: np.ndarray, losses: np.ndarray) -> None:
@@ -146,28 +146,28 @@ class LossSecondMomentSampler(TimestepSampler):
         counts = np.bincount(t, minlength=self.num_timesteps + 1)
         following = counts.cumsum()                                       # where the next timestep's losses begin
         place = np.arange(len(t))
-        nth = place + (seen - following + counts).take(t)                 # how many came before at this timestep
-        if counts.max() > length:                                         # the others are overwritten in this very call
+        nth = place + (seen - following + counts).take(t)                 # number of earlier losses of this timestep
+        if counts.max() > length:                                         # all but the last are overwritten at once
             late = place >= (following - length).take(t)
             t, losses, nth = t[late], losses[late], nth[late]
         history.reshape(-1)[nth % length * len(seen) + t] = losses
         seen += counts
 
-    def _append_unseen(self, t: Tensor, losses: Tensor) -> None:
-        """_append where values cannot be read without waiting for the device."""
-        length, bin_ = self.history_per_term, self.num_timesteps
-        t = torch.where((t >= 0) & losses.isfinite(), t, bin_)
+    def _append_on_device(self, t: Tensor, losses: Tensor) -> None:
+        """`_append` without reading a value, which would wait for the device."""
+        length, unused = self.history_per_term, self.num_timesteps
+        t = torch.where((t >= 0) & losses.isfinite(), t, unused)
         order = torch.argsort(t, stable=True)
         t, losses = t[order], losses[order]
         counts = torch.zeros_like(self._seen).index_add_(0, t, torch.ones_like(t))
         following = counts.cumsum(0)
         place = torch.arange(len(t), device=t.device)
         nth = place + (self._seen - following + counts)[t]
-        kept = (place >= (following - length)[t]) & (t < bin_)
-        self._history[nth % length, torch.where(kept, t, bin_)] = losses
-        self._history[:, bin_] = 0
+        late = (place >= (following - length)[t]) & (t < unused)
+        self._history[nth % length, torch.where(late, t, unused)] = losses
+        self._history[:, unused] = 0
         self._seen += counts
-        self._seen[bin_] = 0
+        self._seen[unused] = 0
 
     def _move(self, device: torch.device) -> None:
         if self._history.device != device:
@@ -180,8 +180,8 @@ class LossSecondMomentSampler(TimestepSampler):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         shape = (self.num_timesteps, self.history_per_term)
         if set(state) != {"history", "seen"} or state["history"].shape != shape:
-            found = tuple(state["history"].shape) if "history" in state else "none"
-            raise ConfigError(f"timestep history: (timesteps, losses of each) {found} in the checkpoint, {shape} in "
+            saved = tuple(state["history"].shape) if "history" in state else "none"
+            raise ConfigError(f"timestep history: (timesteps, losses of each) {saved} in the checkpoint, {shape} in "
                               "this run; keep num_steps and the timestep sampler that it was made with")
         self._history[:, :-1] = state["history"].to(self._history).t()
         self._seen[:-1] = state["seen"].to(self._seen)
@@ -194,4 +194,4 @@ def _on_host(values: Tensor) -> bool:
 
 def _stable_order(t: np.ndarray, end: int) -> np.ndarray:
     """Indices that sort t, all below `end`, and keep the order of equal entries: (N,) -> (N,)."""
-    return np.argsort(t.astype(np.int16) if end <= 2 ** 15 else t, kind="stable")       # short integers go by radix
+    return np.argsort(t.astype(np.int16) if end <= 2 ** 15 else t, kind="stable")       # short ones by radix

@@ -1,8 +1,8 @@
 """A discriminator of patches, its hinge loss and slope, and a weight that balances it against a reconstruction loss.
 
-Isola et al. 2017 (PatchGAN: each output judges a patch, by a small strided network), Lim & Ye 2017 (hinge loss), Esser
-et al. 2021 (VQGAN: the balance), Mescheder et al. 2018 (R1: the squared slope at real pictures as a penalty), Lin et
-al. 2025 (arXiv:2501.08316: the slope from a small random step).
+Sources: Isola et al. 2017 (PatchGAN: a small strided network, each of whose outputs judges a patch), Lim & Ye 2017
+(hinge loss), Esser et al. 2021 (VQGAN: the balance), Mescheder et al. 2018 (R1: the squared slope at real pictures as a
+penalty), Lin et al. 2025 (arXiv:2501.08316: the slope from a small random step).
 """
 
 import math
@@ -13,36 +13,37 @@ from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 
-_SLOPE = 0.2                                      # of the leaky units
+_LEAK = 0.2                                       # slope of the leaky units below 0
 
 
 class PatchDiscriminator(nn.Module):
     """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float32 (B, 1, h, w).
 
-    n_layers halvings of the side from base_channels on, which double up to eightfold, then two layers of stride 1.
+    n_layers layers halve the side, two more have stride 1. Channels begin with base_channels and double by layer, up to
+    eightfold.
 
-    The published one normalizes by BatchNorm. Its statistics would make a sample's loss depend on what else its rank
-    holds, so that the same global batch would train differently on two ranks than on one, and its running averages
-    would differ by rank; synchronized, they would still differ by micro-batch. GroupNorm looks at one sample alone.
+    The published network normalizes by BatchNorm. Its statistics would make a sample's loss depend on the other samples
+    of its rank, so that the same global batch would train differently on two ranks than on one, and its running
+    averages would differ by rank; synchronized, they would still differ by micro-batch. GroupNorm sees single samples.
     """
 
     def __init__(self, channels: int = 3, base_channels: int = 64, n_layers: int = 3) -> None:
         super().__init__()
-        layers: list[nn.Module] = [Filter(channels, base_channels, stride=2), nn.LeakyReLU(_SLOPE)]
+        layers: list[nn.Module] = [Filter(channels, base_channels, stride=2), nn.LeakyReLU(_LEAK)]
         for number in range(1, n_layers + 1):
             before, after = (base_channels * min(2 ** power, 8) for power in (number - 1, number))
             stride = 2 if number < n_layers else 1
             layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(_groups(after), after),
-                       nn.LeakyReLU(_SLOPE)]
+                       nn.LeakyReLU(_LEAK)]
         self.main = nn.Sequential(*layers, Filter(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
         """The logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures, (sloped,).
 
-        The slope is the gradient of a picture's summed logits with respect to it, and its square is divided by the
-        number of patches. It has a gradient itself, for which the graph is run backward twice. That stays within this
-        call: an engine hooks what a network gives out, and takes a backward pass from there for the loss's own.
-        ConfigError: weights are scattered (ZeRO-3), and gone by the second time.
+        The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
+        number of patches. The result has a gradient itself: the graph is run backward twice. The first time must lie
+        within this call, since an engine hooks a network's outputs and takes a backward pass from there for the loss's.
+        ConfigError: weights are scattered (ZeRO-3), and would be gone at the second time.
         """
         if not sloped:
             return self._logits(x)
@@ -50,9 +51,9 @@ class PatchDiscriminator(nn.Module):
             raise ConfigError("penalty.form: the exact slope needs whole weights, ZeRO-3 scatters them; take "
                               "approximate, or ZeRO 0 to 2")
         with torch.enable_grad():
-            at = x[:sloped].detach().requires_grad_()
-            logits = self._logits(torch.cat((at, x[sloped:])))
-            slope = torch.autograd.grad(logits[:sloped].sum(), at, create_graph=True)[0]
+            pictures = x[:sloped].detach().requires_grad_()
+            logits = self._logits(torch.cat((pictures, x[sloped:])))
+            slope = torch.autograd.grad(logits[:sloped].sum(), pictures, create_graph=True)[0]
         return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class PatchDiscriminator(nn.Module):
 
 
 class Filter(nn.Conv2d):
-    """A convolution of 4 x 4, normal with deviation 0.02 as published."""
+    """A convolution of 4 x 4; weights start normal with deviation 0.02, as published."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, bias: bool = True) -> None:
         super().__init__(in_channels, out_channels, kernel_size=4, stride=stride, padding=1, bias=bias)
@@ -72,12 +73,12 @@ class Filter(nn.Conv2d):
 
 
 def _groups(channels: int) -> int:
-    """Groups of about 16 channels: one channel alone would have its mean and contrast taken away."""
+    """How many groups of about 16 channels: normalized alone, a channel would lose its mean and contrast."""
     return math.gcd(channels, max(channels // 16, 1))
 
 
 def least_size(n_layers: int) -> int:
-    """The least side of a picture that leaves a patch to judge."""
+    """The smallest side of a picture in pixels for which there is a patch to judge."""
     return 3 * 2 ** n_layers
 
 
@@ -87,23 +88,30 @@ def hinge(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """An estimate of PatchDiscriminator's squared slope: logits at pictures, and at pictures + sigma * standard normal
-    noise; two (B, ...) -> (B,). Its mean over noise is the slope's square as sigma goes to 0.
+    """PatchDiscriminator's squared slope, estimated from `logits` at pictures and `stepped` ones at pictures + sigma *
+    standard normal noise: two (B, ...) -> (B,). As sigma goes to 0, its mean over noise goes to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
 def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -> Tensor:
-    """The weight that makes two gradients equally long, by sample: two (B, C, H, W) -> (B,), at most `most`.
+    """A factor that makes the critique's gradient as long as the other: two (B, C, H, W) -> (B,), at most `most`.
 
-    VQGAN takes the gradients of the whole batch with respect to the decoder's last layer. Here both are with respect to
-    the picture itself: that needs no weight of another engine, does not depend on the batch, and is no special case
-    where a model has several last layers.
+    VQGAN takes gradients of the whole batch with respect to the decoder's last layer. Here they are with respect to the
+    picture. That needs no weight of another engine, is independent of the batch, and serves several last layers, too.
     """
     reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
     return (reconstruction / (critique + 1e-4)).clamp(max=most)
 
 
+def critique_weight(of_mean: Tensor, of_critique: Tensor, share: float, values: int) -> Tensor:
+    """The critique's weight, `share` times the balance, beside a loss that is a mean over `values` of an image: (B,).
+
+    `of_mean` is the gradient of that mean. LDM balances sums over the values of an image.
+    """
+    return share / values * balance(values * of_mean, of_critique)
+
+
 def gradient(values: Tensor, picture: Tensor) -> Tensor:
-    """Of each sample's value with respect to its own picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
+    """The gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
     return torch.autograd.grad(values.sum(), picture)[0]

@@ -1,6 +1,6 @@
-"""Fitting weights from elsewhere to a network: what two systems do with published state dicts.
+"""Fitting a state dict from elsewhere to a network: what several systems do with published weights.
 
-Only names and shapes are read, so that tensors on the meta device do; `shapes` is what the network wants by name.
+Only names and shapes are read, so a network on the meta device is enough. `shapes` are those of its weights, by name.
 """
 
 import re
@@ -20,28 +20,38 @@ def shapes_of(network: nn.Module) -> Shapes:
 
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ConfigError at the first of the names in `order` (of both sides) whose shape or presence differs.
+    """ConfigError: the first of the names in `order` (those of both sides) whose shape or presence differs.
 
-    The message gives both shapes and the fields of the first remedy whose pattern is found in the name.
+    The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
     for name in order:
-        ours = shapes.get(name, "absent")
-        theirs = tuple(state[name].shape) if name in state else "absent"
-        if ours != theirs:
+        needed = shapes.get(name, "absent")
+        held = tuple(state[name].shape) if name in state else "absent"
+        if held != needed:
             fields = next(fields for pattern, fields in remedies if re.search(pattern, name))
-            raise ConfigError(f"weights: {name} is {theirs} in the file and {ours} in the network; "
+            raise ConfigError(f"weights: {name} is {held} in the file and {needed} in the network; "
                               f"set {fields} to those the file was made with")
 
 
-def other_rows(state: dict[str, Tensor], shapes: Shapes, name: str) -> bool:
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def differs_in_rows(state: dict[str, Tensor], shapes: Shapes, name: str) -> bool:
     """Whether the table `name` differs from the network's in its number of rows alone."""
-    if name not in state or name not in shapes:
-        return False
-    theirs, ours = tuple(state[name].shape), shapes[name]
-    return theirs[1:] == ours[1:] and theirs != ours
+    return (name in state and name in shapes and tuple(state[name].shape[1:]) == shapes[name][1:]
+            and len(state[name]) != shapes[name][0])
 
 
 def fresh_rows(table: Tensor, shape: tuple[int, ...], std: float) -> Tensor:
-    """A table of `shape`, normal with deviation `std`, in the other table's precision; the same on every rank."""
+    """A new table of `shape`, normal with deviation `std`, in the precision of `table`; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return (std * torch.randn(shape, generator=generator)).to(table.dtype)
+
+
+def unused(names: Iterable[str]) -> list[str]:
+    """A note on weights of a folder that the network has no place for, [] where there are none."""
+    names = sorted(names)
+    return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"
+            ] if names else []

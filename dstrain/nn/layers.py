@@ -1,8 +1,8 @@
-"""Layers that two systems use. Whatever owns parameters or buffers sets them all in its own `reset_parameters`.
+"""Layers that several systems use. A module sets all its own parameters and buffers in its own `reset_parameters`.
 
-No parent initializes a child: under ZeRO-3 the child's weights are already scattered when the parent's constructor goes
-on, and the engine re-initializes each module by itself under a key made from its name. So a leaf is told at birth how
-it starts (`init=`).
+No parent initializes a child. Under ZeRO-3 the child's weights are already scattered when the parent's constructor goes
+on, and the engine initializes each module again by itself, under a key made from its name. So each layer takes its
+initialization as an argument of its constructor (`init=`).
 """
 
 import math
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 class Patches(nn.Conv2d):
     """Non-overlapping patches through one linear map: (B, C, H, W) -> (B, dim, H/p, W/p).
 
-    Initialized as the linear layer that it is, over the flattened filter.
+    The weight starts as that of a linear layer over flattened patches (xavier).
     """
 
     def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers about a tanh-approximated GELU: (..., dim) -> (..., dim)."""
+    """Two linear layers with a tanh-approximated GELU between them: (..., dim) -> (..., dim)."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -119,14 +119,14 @@ def sincos_positions(dim: int, height: int, width: int) -> Tensor:
     """Fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
 
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
-    2017, per axis as in He et al. 2021, MAE). In numpy, since zero.Init rounds what torch creates under it to bfloat16.
+    2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
     column, row = np.tile(np.arange(width), height), np.repeat(np.arange(height), width)
     frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
-    for place in (column, row):
-        angles = place[:, None] * frequencies[None]                                               # (N, dim / 4)
+    for position in (column, row):
+        angles = position[:, None] * frequencies[None]                                               # (N, dim / 4)
         halves += [np.sin(angles), np.cos(angles)]
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))

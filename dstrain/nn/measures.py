@@ -1,8 +1,8 @@
 """How near one picture is to another, and how a codebook is used: values by sample, on held-out data.
 
-Pictures are float (B, C, H, W) in [0, 1]. PSNR in dB; SSIM after Wang et al. 2004 ("Image quality assessment: from
-error visibility to structural similarity"): Gaussian window of 11 pixels, sigma 1.5, K1 = 0.01, K2 = 0.03, only windows
-that lie inside the picture, channels one by one and then averaged.
+Pictures are float (B, C, H, W) in [0, 1]. PSNR in dB. SSIM after Wang et al. 2004 ("Image quality assessment: from
+error visibility to structural similarity"): a Gaussian window of 11 pixels, sigma 1.5, K1 = 0.01, K2 = 0.03; only
+windows that lie inside the picture; each channel by itself, then their mean.
 """
 
 import torch
@@ -13,9 +13,9 @@ _WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01 ** 2, 0.03 ** 2
 _LEAST_ERROR = 1e-10                              # mean square: equal pictures have 100 dB
 
 
-def apart(theirs: Tensor, ours: Tensor) -> float:
-    """The largest difference relative to the largest of ours; 0 between zeros, which untrained networks may give."""
-    return float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo(ours.dtype).tiny))
+def relative_error(values: Tensor, truth: Tensor) -> float:
+    """The largest difference / the largest magnitude of truth. Between zeros, as of an untrained network, it is 0."""
+    return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
 def psnr(picture: Tensor, truth: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def psnr(picture: Tensor, truth: Tensor) -> Tensor:
 
 
 def ssim(picture: Tensor, truth: Tensor) -> Tensor:
-    """Structural similarity, 1 where equal: two (B, C, H, W) -> (B,). In a smaller picture the window is its side."""
+    """Structural similarity, 1 where equal: two (B, C, H, W) -> (B,). The window is no larger than the picture."""
     channels, height, width = truth.shape[1:]
     down, across = (_gaussian(min(_WINDOW, side), truth) for side in (height, width))
 
@@ -42,15 +42,21 @@ def ssim(picture: Tensor, truth: Tensor) -> Tensor:
 
 
 def _gaussian(size: int, like: Tensor) -> Tensor:
-    place = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
-    weight = torch.exp(-place.square() / (2 * _SIGMA ** 2))
+    distance = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
+    weight = torch.exp(-distance.square() / (2 * _SIGMA ** 2))
     return weight / weight.sum()
+
+
+def likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+    """psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
+    picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
+    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
 
 
 def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
-    The mean of rows over samples is the histogram of all of them, however they were batched. `counted` bool (B, ...) is
+    The mean of rows over samples is the histogram of all samples, however they were batched. `counted` bool (B, ...) is
     False where a token is padding.
     """
     flat = tokens.flatten(1)                                                                      # (B, N)
@@ -60,7 +66,7 @@ def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) ->
 
 
 def codebook_usage(shares: Tensor) -> tuple[float, float]:
-    """Perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens never met, of a histogram (K,)."""
+    """Of a histogram (K,): perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens never used."""
     shares = shares.double() / shares.double().sum()
     perplexity = torch.special.entr(shares).sum().exp().item()
     return perplexity, (shares == 0).double().mean().item()

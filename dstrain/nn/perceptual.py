@@ -1,7 +1,8 @@
 """The perceptual distance LPIPS (Zhang et al. 2018, "The unreasonable effectiveness of deep features"), with VGG-16.
 
-Features after the last ReLU of each of the five stages, scaled to unit length over channels; squared differences,
-weighted by the published heads, averaged over places and summed over stages. Weights are read from a local path.
+The features after the last ReLU of each of the five stages are scaled to unit length over channels. Their squared
+differences are weighted by the published heads, averaged over places and summed over stages. Weights are read from a
+local path.
 """
 
 import pickle
@@ -27,14 +28,14 @@ class Perceptual(nn.Module):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        from torchvision.models import vgg16      # slow to import, and only users of this distance need it
+        from torchvision.models import vgg16      # slow to import, and only this distance needs it
 
-        with torch.device("meta"):                # its classifier, most of it, is not wanted
+        with torch.device("meta"):                # its classifier, the largest part, is not needed
             features = vgg16(weights=None, init_weights=False).features[: _ENDS[-1] + 1]
         self.features = features.to_empty(device="cpu")
         for layer in self.features:
             if isinstance(layer, nn.ReLU):
-                layer.inplace = False             # the distance reads what it would overwrite
+                layer.inplace = False             # it would overwrite features that are read
         self.heads = nn.ParameterList(torch.full((channels,), 1.0 / channels) for channels in CHANNELS)
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
@@ -48,38 +49,38 @@ class Perceptual(nn.Module):
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
         """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
-        for one, other, head in zip(self._stages(picture), self._stages(truth), self.heads):
-            difference = (_unit(one) - _unit(other)).square()                                     # (B, c, h, w)
+        for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
+            difference = (_unit(features) - _unit(true_features)).square()                        # (B, c, h, w)
             distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
         return distance
 
     def _stages(self, x: Tensor) -> list[Tensor]:
         x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
-        x, found = (x - self.mean) / self.std, []
+        x, features = (x - self.mean) / self.std, []
         for number, layer in enumerate(self.features):
             x = layer(x)
             if number in _ENDS:
-                found.append(x)
-        return found
+                features.append(x)
+        return features
 
     def _load(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise ConfigError(f"perceptual.path: no weights are at {path}: {REMEDY}")
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for file in files:
-            found |= _named(_read(file))
-        wanted = self.state_dict()
-        for name, tensor in wanted.items():
-            theirs = tuple(found[name].shape) if name in found else "absent"
-            if theirs != tuple(tensor.shape):
-                raise ConfigError(f"perceptual.path: {name} is {theirs} at {path}, and {tuple(tensor.shape)} is "
+            weights |= _named(_read(file))
+        needed = self.state_dict()
+        for name, tensor in needed.items():
+            shape = tuple(weights[name].shape) if name in weights else "absent"
+            if shape != tuple(tensor.shape):
+                raise ConfigError(f"perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is "
                                   f"needed: {REMEDY}")
-        self.load_state_dict({name: found[name].float() for name in wanted})
+        self.load_state_dict({name: weights[name].float() for name in needed})
 
 
 def _unit(features: Tensor) -> Tensor:
-    # The root's gradient at 0, where no unit is active, would be infinite.
+    # clamp: where no unit is active, the gradient of the root would be infinite.
     return features / (features.square().sum(1, keepdim=True).clamp(min=1e-20).sqrt() + 1e-10)
 
 
@@ -98,10 +99,10 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
-    found = {}
+    weights = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(?:net\.slice\d|features)\.(\d+)\.(weight|bias)", name):
-            found[f"features.{match[1]}.{match[2]}"] = tensor
+            weights[f"features.{match[1]}.{match[2]}"] = tensor
         elif match := re.fullmatch(r"lins?\.?(\d)\.model\.1\.weight", name):
-            found[f"heads.{match[1]}"] = tensor.flatten()
-    return found
+            weights[f"heads.{match[1]}"] = tensor.flatten()
+    return weights

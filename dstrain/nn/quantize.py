@@ -1,4 +1,4 @@
-"""Categorical latents that gradients pass: Gumbel-softmax, straight-through and ReinMax, and their codebook.
+"""Categorical latents with a gradient: Gumbel-softmax, straight-through and ReinMax, and their codebook.
 
 Notation: K tokens; theta the logits, pi = softmax(theta), D a one-hot sample of pi; J(p) = diag(p) - p p^T, the
 Jacobian of softmax where its value is p. With Gumbel noise g, argmax(theta + g) is such a D (Gumbel 1954), and
@@ -15,11 +15,11 @@ from dstrain import rng
 from dstrain.recipe import ConfigError
 
 SAMPLINGS = ("soft", "straight_through", "reinmax")
-_LEAST = 2.0 ** -25                               # below the least uniform above 0, whose logarithm is finite
+_LEAST = 2.0 ** -25                               # below every uniform number but 0, and with a finite logarithm
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least: softmax and logarithms of many tokens are not for bfloat16."""
+    """x in float32 at least: bfloat16 is too coarse for softmax and logarithms over many tokens."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -29,11 +29,11 @@ def gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
-    """A sample of each categorical over axis 1 as weights of its K tokens: (B, K, ...), alike, (B,) -> (B, K, ...).
+    """A sample of each categorical over axis 1, as weights of its K tokens: two (B, K, ...), (B,) -> (B, K, ...).
 
-    soft              softmax((theta + g) / temperature): no token, but a gradient without bias for the relaxed loss.
-    straight_through  a token forwards, the gradient of soft backwards.
-    reinmax           a token forwards, second order backwards, see below.
+    soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
+    straight_through  one token, with the gradient of soft.
+    reinmax           one token, with a gradient of second order, see _reinmax.
     """
     temperature = temperature.view(-1, *(1,) * (logits.ndim - 1)).to(logits.dtype)
     noisy = logits + noise
@@ -48,20 +48,20 @@ def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> 
 
 
 def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
-    """Something whose Jacobian in the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
+    """A tensor whose Jacobian with respect to the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
 
     Liu et al. 2023 ("Bridging discrete and backpropagation", arXiv:2304.08612): differences of the loss between tokens
     by the trapezoid rule (Heun) instead of one gradient (Euler), which at temperature 1 is exact for quadratic losses.
-    p * (theta - <p, theta>) with p held fixed has the Jacobian J(p); so no logarithm of a vanishing p is needed.
+    p * (theta - <p, theta>) with a fixed p has the Jacobian J(p), so no logarithm of a vanishing p is needed.
     """
     pi = logits.detach().softmax(1)
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
-    turned = lambda p: p * (logits - (p * logits).sum(1, keepdim=True))
-    return 2 * turned(halfway) - turned(pi) / 2
+    with_jacobian_of = lambda p: p * (logits - (p * logits).sum(1, keepdim=True))
+    return 2 * with_jacobian_of(halfway) - with_jacobian_of(pi) / 2
 
 
-def _with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
-    return value + (other - other.detach())
+def _with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
+    return value + (source - source.detach())
 
 
 def kl_to_uniform(logits: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def kl_to_uniform(logits: Tensor) -> Tensor:
 class Codebook(nn.Embedding):
     """A vector for each token, channels first: tokens int64 (B, h, w), or their weights (B, K, h, w) -> (B, D, h, w).
 
-    Both through the one call, since under ZeRO-3 the table is there only within it.
+    One call serves both, since under ZeRO-3 the table is gathered during that call alone.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -32,7 +32,17 @@ def test_impossible_spacing(spec, words):
     """Oracle: a ValueError with both numbers."""
     with pytest.raises(ValueError, match=words):
         schedule.space_timesteps(10, spec)
-    assert not schedule.has_stride(10, 7) and schedule.has_stride(10, 5)
+    with pytest.raises(ValueError, match="'fast' is neither a number"):
+        schedule.space_timesteps(10, "fast")
+
+
+def test_even_spec():
+    """Oracle: 10 timesteps have a stride for 5 and none for 7."""
+    assert [schedule.even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
+        "ddim5", "7", "5"]
+    for count in (0, 11):
+        with pytest.raises(ValueError, match=f"{count} is not between 1 and the 10"):
+            schedule.even_spec(10, count)
 
 
 def test_cosine():

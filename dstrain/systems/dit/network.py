@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, sincos_positions, timestep_features
 from dstrain.recipe import ConfigError
 
-TIME_FEATURES = 256                               # sinusoids that a timestep is made of
+TIME_FEATURES = 256                               # number of sinusoids of a timestep
 
 # Table 1 of the paper: name -> hidden_size, depth, num_heads; times patch sizes 2, 4 and 8.
 _WIDTHS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
@@ -24,11 +24,11 @@ class DiT(nn.Module):
     """Noised input, timesteps and labels to a prediction (and, with learn_sigma, variance values).
 
     input_size          height = width of the input, in its own pixels (latents: image size / 8).
-    class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". Which labels are
-                        dropped is the caller's to draw.
+    class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller draws which
+                        labels are dropped.
     learn_sigma         twice as many output channels as input channels.
     time_freq           official, or diffusers (whose frequencies are spaced a little wider).
-    recompute           keep no activations inside blocks, compute them again in backward.
+    recompute           keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1152,
@@ -52,7 +52,7 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Positions only: all weights belong to the layers below."""
+        """Positions only: all weights belong to submodules."""
         positions = sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid)
         with torch.no_grad():
             self.pos_embed.copy_(positions)
@@ -108,7 +108,7 @@ class FinalLayer(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) in any precision -> tokens (B, N, D) in the weights' own."""
+    """(B, C, H, W) in any precision -> tokens (B, N, D) in the precision of the weights."""
 
     def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
@@ -52,9 +53,9 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """x_start: drawn from the latents that the batch holds, or from the first stage's; else pixels in [-1, 1]."""
-        given = ("image", "latent_mean", "latent_std")
-        example = {name: tensor for name, tensor in batch.items() if name not in given}
+        """x_start: latents drawn from the cached moments or by the first stage; without either pixels in [-1, 1]."""
+        inputs = ("image", "latent_mean", "latent_std")
+        example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         if "latent_mean" in batch:
             example["x_start"] = self._latents(batch["latent_mean"], batch["latent_std"], batch["key"])
         elif self.config.codes:
@@ -63,10 +64,7 @@ class DiTSystem(System):
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
-        found = tuple(example["x_start"].shape[1:])
-        if found != self.shape:
-            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                              f"in_channels, the data give {found}; change the one or the other")
+        require_shape(example["x_start"], self.shape, "in_channels")
         return example
 
     def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
@@ -88,9 +86,9 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim of the whole bound, every label in place, see measured_bits; those of `evaluate` where none exists.
+        """Bits/dim of the whole bound with every label in place, see measured_bits; else the terms of `evaluate`.
 
-        8-bit pixels have a likelihood; latents and flow matching have none here, and no chain to shorten (ConfigError).
+        Only diffusion over 8-bit pixels has a likelihood here. ConfigError: num_steps without a chain to shorten.
         """
         if self.config.objective == "diffusion" and self.models_pixels():
             y = self._labels(example, example["x_start"])
@@ -127,8 +125,8 @@ class DiTSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. Raises ConfigError for others, for more
-        steps than the chain has, and for guidance of a model that never saw a dropped label.
+        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. ConfigError: another sampler, more
+        steps than the chain has, guidance of a model that was trained without dropped labels.
         """
         if problem := self.cannot_draw():
             raise ConfigError(problem)
@@ -141,7 +139,7 @@ class DiTSystem(System):
         else:
             x_start = self._chain(network, x, sampler, request.num_steps, keys)
         pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
-        return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        return to_uint8(pixels)
 
     def _guided(self, nets: Nets, request: Request) -> Network:
         y = request.conditions.get("label", request.seeds % self.config.num_classes)
@@ -159,16 +157,12 @@ class DiTSystem(System):
         return None
 
     def _chain(self, network: Network, x: Tensor, sampler: str, count: int, keys: Tensor) -> Tensor:
-        total = self.diffusion.num_timesteps
-        if not 1 <= count <= total:
-            raise ConfigError(f"num_steps: {count} is not between 1 and the {total} timesteps of the chain")
-        clip = self.models_pixels()
-        if sampler == "ddim":
-            # Evenly strided as published, where such a stride exists.
-            spec = f"ddim{count}" if schedule.has_stride(total, count) else str(count)
-            return samplers.ddim(self.diffusion.respaced(spec), network, x, clip_denoised=clip)
+        ddim, clip = sampler == "ddim", self.models_pixels()
+        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, count, ddim))
+        if ddim:
+            return samplers.ddim(chain, network, x, clip_denoised=clip)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-        return samplers.ancestral(self.diffusion.respaced(str(count)), network, x, noise, clip_denoised=clip)
+        return samplers.ancestral(chain, network, x, noise, clip_denoised=clip)
 
     def _flow(self, network: Network, x: Tensor, sampler: str, count: int) -> Tensor:
         if sampler == "euler":
@@ -176,13 +170,13 @@ class DiTSystem(System):
         return self.flow.heun(network, x, max(count // 2, 1))                    # two evaluations a step
 
     def models_pixels(self) -> bool:
-        """Whether data lie in [-1, 1], so that predicted x_start may be clipped to it; latents do not."""
+        """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """label int64 (num,): those given, or every class, in turn. ConfigError: a label that is no class."""
+        """label int64 (num,): `labels` in turn, or every class. ConfigError: a label that is no class."""
         classes = labels or tuple(range(self.config.num_classes))
         wrong = [label for label in classes if not 0 <= label < self.config.num_classes]
         if wrong:
@@ -196,8 +190,9 @@ class DiTSystem(System):
             network = self.networks()[part]
         return weights.adapt(state, network)
 
-    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        return weights.from_diffusers(state, said, self.config)
+    def from_diffusers(self, state: dict[str, Tensor],
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (DiTBlock,)
@@ -206,7 +201,7 @@ class DiTSystem(System):
         return (self.first_stage,) if self.first_stage else ()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Pixels with labels and keys; latents where the data hold them, or where the input cannot be pixels."""
+        """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels."""
         positions = torch.arange(batch_size)
         batch = {"key": rng.keys(0, 0, positions)}
         batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
@@ -230,19 +225,19 @@ def _first_stage(config: Config) -> Autoencoder | None:
         return None
     chosen, path = config.first_stage, config.first_stage.path
     autoencoder = Autoencoder(path, chosen.scaling_factor, chosen.shift)
-    for name, given, found in (("first_stage.factor", chosen.factor, autoencoder.factor),
-                               ("in_channels", config.in_channels, autoencoder.channels),
-                               ("data.channels", chosen.image_channels, autoencoder.image_channels)):
-        if given not in (None, found):
-            raise ConfigError(f"{name}: {given} in the recipe, {found} in the autoencoder at {path}; set {name} to "
-                              f"{found}")
-    found = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
-    if chosen.fingerprint not in (None, found):
-        raise ConfigError(f"first_stage.path: {path} is the autoencoder {found}, this model was trained with "
+    for name, configured, actual in (("first_stage.factor", chosen.factor, autoencoder.factor),
+                                     ("in_channels", config.in_channels, autoencoder.channels),
+                                     ("data.channels", chosen.image_channels, autoencoder.image_channels)):
+        if configured not in (None, actual):
+            raise ConfigError(f"{name}: {configured} in the recipe, {actual} in the autoencoder at {path}; set {name} "
+                              f"to {actual}")
+    read = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
+    if chosen.fingerprint not in (None, read):
+        raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, this model was trained with "
                           f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
     if config.codes is not None:
-        if found != config.codes.first_stage:
-            raise ConfigError(f"first_stage.path: {path} is the autoencoder {found}, the latents in data.path are of "
+        if read != config.codes.first_stage:
+            raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, the latents in data.path are of "
                               f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
         autoencoder.drop_encoder()
     return autoencoder

@@ -1,14 +1,12 @@
-"""A trained DiT as a folder for diffusers: what DiTPipeline loads, or what of it there is. See dstrain/export.py.
+"""A trained DiT as a folder for diffusers: a DiTPipeline where that can run it, else its parts. See dstrain/export.py.
 
-    transformer/   DiTTransformer2DModel; its label table has 1,001 rows, of which the last is "no label", since the
-                   pipeline asks for number 1000 there
+    transformer/   DiTTransformer2DModel; its label table has 1,001 rows: the pipeline takes row 1000 for "no label"
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
     vae/           the first stage, with the scale that the run was trained with
     model_index.json   with the names of the classes
 
-A DiT over pixels has no vae, and the pipeline cannot be without one; nor does it know how to call a scheduler of flow
-matching. Then the folder holds transformer/ and scheduler/ (and vae/) and no model_index.json: the caller writes the
-loop.
+The pipeline needs a vae, which a DiT over pixels has not, and it cannot call a scheduler of flow matching. In both
+cases the folder holds transformer/ and scheduler/ (and vae/) and no model_index.json: the user writes the loop.
 """
 
 import json
@@ -25,7 +23,7 @@ from dstrain.diffusion.gaussian import at_boundary
 from dstrain.diffusion.published import even_steps, scheduler_arguments
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
-from dstrain.nn.measures import apart
+from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights
@@ -33,16 +31,16 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 
-# Relative. diffusers takes its timesteps' sinusoids from float32's exp, ours are exact: 2e-5 of a prediction, 1e-4 on
-# CPUs whose exp is poor. An error of rounding grows along a chain.
+# Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
+# on CPUs with a poor exp 1e-4. Rounding errors grow along a chain.
 TOLERATED = {"with label": 3e-4, "without label": 3e-4, "chain": 5e-3}
-_NULL = 1000                                      # DiTPipeline's number of "no label"
-_COUNT, _IN_CHAIN = 4, 2                          # samples that are compared by themselves, and along a chain
-_SCALE, _FLOW_STEPS = 1.5, 5                      # of a chain: guidance, and Euler's steps
+_NULL = 1000                                      # the row of "no label" in DiTPipeline
+_COUNT, _IN_CHAIN = 4, 2                          # samples compared in one prediction, and along a chain
+_SCALE, _FLOW_STEPS = 1.5, 5                      # of a compared chain: guidance scale, and Euler steps
 
 
 def about(system: DiTSystem) -> tuple[str, str, str]:
-    """What it becomes, what whoever loads it has to know, and Python that loads it from OUT."""
+    """The class in diffusers, notes for its user, and Python code that loads it from OUT."""
     config, notes = system.config, []
     if not _is_pipeline(system):
         why = ("diffusers' DiTPipeline knows no scheduler of flow matching" if config.objective == "flow" else
@@ -75,14 +73,14 @@ def about(system: DiTSystem) -> tuple[str, str, str]:
 
 def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
-    """Writes the folder; `statistics` are an autoencoder's, `classes` the names of the labels in order, if known.
+    """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
-    ConfigError: what diffusers' classes cannot express, by field.
+    ConfigError: a field of the model that diffusers' classes cannot express.
     """
     from diffusers import DiTPipeline, DiTTransformer2DModel
 
     config, network = system.config, nets["denoiser"]
-    _require(system, network)
+    _require_expressible(system, network)
     rows = _NULL if _is_pipeline(system) else config.num_classes
     state = weights.to_diffusers({name: value.float().cpu() for name, value in network.state_dict().items()}, rows,
                                  bool(config.class_dropout_prob))
@@ -106,35 +104,35 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
 
 @torch.no_grad()
 def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Of predictions at timesteps over the whole chain, with and (where it is learned) without label, and of a chain:
-    DDIM with guidance, or Euler's steps. The same noise begins both.
+    """Relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps over the
+    whole chain, and of a chain from the same noise (DDIM with guidance, or Euler steps).
     """
     from diffusers import DiTTransformer2DModel
 
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
-    theirs = DiTTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
-    null = theirs.config.num_embeds_ada_norm                       # theirs; ours is num_classes
+    exported = DiTTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
+    null = exported.config.num_embeds_ada_norm                     # in the trained network it is num_classes
     last = system.diffusion.num_timesteps - 1 if config.objective == "diffusion" else config.flow.time_scale
     t = torch.linspace(0, last, len(key), device=device)
     t = t.long() if config.objective == "diffusion" else t
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    found = {"with label": apart(theirs(x, t, y).sample, nets["denoiser"](x, t, y))}
+    results = {"with label": relative_error(exported(x, t, y).sample, nets["denoiser"](x, t, y))}
     if config.class_dropout_prob:
-        ours = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
-        found["without label"] = apart(theirs(x, t, torch.full_like(y, null)).sample, ours)
+        truth = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
+        results["without label"] = relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
     chain = _pipeline if _is_pipeline(system) else _flow if config.objective == "flow" else _ddim
     few = slice(_IN_CHAIN)
-    return found | {"chain": apart(*chain(system, nets["denoiser"], theirs, folder, x[few], y[few]))}
+    return results | {"chain": relative_error(*chain(system, nets["denoiser"], exported, folder, x[few], y[few]))}
 
 
-def _pipeline(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: Tensor,
+def _pipeline(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
               y: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures in [0, 1] of the pipeline as a user calls it, and ours from the noise that it draws."""
+    """Pictures in [0, 1]: the pipeline's, called as a user calls it, and the system's from the same noise."""
     from diffusers import DiTPipeline
     from diffusers.utils.torch_utils import randn_tensor
 
-    pipeline = DiTPipeline.from_pretrained(folder, transformer=theirs, low_cpu_mem_usage=False).to(x.device)
+    pipeline = DiTPipeline.from_pretrained(folder, transformer=exported, low_cpu_mem_usage=False).to(x.device)
     pipeline.set_progress_bar_config(disable=True)
     steps, scale = even_steps(system.diffusion.num_timesteps), _scale(system)
     generator = lambda: torch.Generator().manual_seed(0)
@@ -145,41 +143,43 @@ def _pipeline(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, 
     return pictures, (system.first_stage.decode(latents) / 2 + 0.5).clamp(0, 1)
 
 
-def _ddim(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: Tensor,
+def _ddim(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
           y: Tensor) -> tuple[Tensor, Tensor]:
+    """What DDIM makes of x: diffusers' scheduler over the exported network, and the system's."""
     from diffusers import DDIMScheduler
 
     scheduler, scale = DDIMScheduler.from_pretrained(folder / "scheduler"), _scale(system)
     steps = even_steps(system.diffusion.num_timesteps)
     scheduler.set_timesteps(steps)
-    clip, predict = scheduler.config.clip_sample, _guided_theirs(theirs, y, scale)
-    found = x
+    clip, predict = scheduler.config.clip_sample, _guided_exported(exported, y, scale)
+    x_t = x
     for t in scheduler.timesteps:
-        found = scheduler.step(predict(found, t), t, found, use_clipped_model_output=clip).prev_sample
+        x_t = scheduler.step(predict(x_t, t), t, x_t, use_clipped_model_output=clip).prev_sample
     chain = system.diffusion.respaced(f"ddim{steps}")
-    return found, samplers.ddim(chain, _guided(system, network, y, scale), x, clip_denoised=clip)
+    return x_t, samplers.ddim(chain, _guided(system, network, y, scale), x, clip_denoised=clip)
 
 
-def _flow(system: DiTSystem, network: DiT, theirs: nn.Module, folder: Path, x: Tensor,
+def _flow(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
           y: Tensor) -> tuple[Tensor, Tensor]:
+    """What Euler's method makes of x: diffusers' scheduler over the exported network, and the system's."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler, scale = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), _scale(system)
     scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
-    found, predict = x, _guided_theirs(theirs, y, scale)
+    x_t, predict = x, _guided_exported(exported, y, scale)
     for t in scheduler.timesteps:
-        found = scheduler.step(predict(found, t), t, found).prev_sample
-    return found, system.flow.euler(_guided(system, network, y, scale), x, _FLOW_STEPS)
+        x_t = scheduler.step(predict(x_t, t), t, x_t).prev_sample
+    return x_t, system.flow.euler(_guided(system, network, y, scale), x, _FLOW_STEPS)
 
 
 def _guided(system: DiTSystem, network: DiT, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, scale)
 
 
-def _guided_theirs(theirs: nn.Module, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a caller of the transformer writes by hand: the guided prediction (B, C, H, W) at a scheduler's timestep."""
-    network = lambda x, t, y: theirs(x, t, y).sample
-    null = torch.full_like(y, theirs.config.num_embeds_ada_norm)
+def _guided_exported(exported: nn.Module, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a user of the transformer writes by hand: the guided prediction (B, C, H, W) at a scheduler's timestep."""
+    network = lambda x, t, y: exported(x, t, y).sample
+    null = torch.full_like(y, exported.config.num_embeds_ada_norm)
     whole = samplers.guided(network, {"y": y}, {"y": null}, scale)
     return lambda x, t: at_boundary(whole(x, t.to(x.device).expand(len(x))))[:, :x.shape[1]]
 
@@ -194,7 +194,7 @@ def _is_pipeline(system: DiTSystem) -> bool:
     return system.config.objective == "diffusion" and system.config.first_stage is not None
 
 
-def _require(system: DiTSystem, network: DiT) -> None:
+def _require_expressible(system: DiTSystem, network: DiT) -> None:
     config, dim = system.config, network.pos_embed.shape[-1]
     if config.time_freq != "diffusers":
         raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
@@ -229,13 +229,13 @@ def _scheduler(system: DiTSystem) -> Any:
 
 
 def _first_stage(config: Config) -> nn.Module | None:
-    """The first stage read anew, since the system may have dropped its encoder, with the scale of the run."""
+    """The first stage with the scale of the run, read again, since the system may have dropped its encoder."""
     if config.first_stage is None:
         return None
     stage = Autoencoder(config.first_stage.path, config.first_stage.scaling_factor, config.first_stage.shift)
-    known = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
-    if known not in (None, stage.fingerprint()):
+    trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
+    if trained_with not in (None, stage.fingerprint()):
         raise ConfigError(f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
-                          f"this model was trained with {known}; put that one back there")
+                          f"this model was trained with {trained_with}; put that one back there")
     stage.vae.register_to_config(scaling_factor=stage.scaling_factor)
     return stage.vae

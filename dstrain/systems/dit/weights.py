@@ -1,7 +1,7 @@
-"""Fitting published weights to a network: other resolutions and numbers of classes; diffusers' names, there and back.
+"""Fits published weights to a network: other resolutions and numbers of classes; diffusers' names, in both directions.
 
-The published files have our names. diffusers' DiTTransformer2DModel splits qkv in three, gives every block a copy of
-the timestep's and the label's embedders, calls the last layer proj_out, and computes positions anew.
+Published files have the names of network.py. diffusers' DiTTransformer2DModel splits qkv in three, gives every block a
+copy of the timestep's and the label's embedders, calls the last layer proj_out, and computes positions itself.
 """
 
 import re
@@ -19,9 +19,9 @@ from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
 _POSITIONS = "pos_embed"
-CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")       # the second is what older files of diffusers say
+CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")       # the second in older files of diffusers
 
-# Layers: ours -> diffusers'; of the embedders the first block's copy.
+# Layers: our name -> diffusers'; that of an embedder lies in each block.
 _ENDS = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}
 _EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
@@ -30,7 +30,7 @@ _IN_BLOCKS = {"attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc
               "adaLN_modulation.1": "norm1.linear"}
 _QKV = ("to_q", "to_k", "to_v")
 
-# What config.json of diffusers and the recipe both say: field there -> field here.
+# What both config.json of diffusers and the recipe hold: field of config.json -> field of the recipe.
 _FIELDS = {"patch_size": "patch_size", "num_layers": "depth", "num_attention_heads": "num_heads",
            "attention_head_dim": "hidden_size / num_heads", "in_channels": "in_channels",
            "out_channels": "in_channels, twice with learn_sigma"}
@@ -49,27 +49,28 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> tuple[dict[str, Tenso
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
-    rows is replaced by fresh rows, normal(0.02), of which the last, "no label", is kept from the file.
-    Raises ConfigError at the first other difference, with both shapes and the remedy.
+    rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's.
+    ConfigError: the first difference beyond these, with both shapes and the remedy.
     """
-    wanted = fitting.shapes_of(network)
+    shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    if "pos_embed" in state and _same_width(state["pos_embed"], wanted["pos_embed"]):
-        state["pos_embed"] = _interpolated(state["pos_embed"], wanted["pos_embed"], notes)
-    if fitting.other_rows(state, wanted, _CLASSES):
-        state[_CLASSES] = _replaced(state[_CLASSES], wanted[_CLASSES], notes)
-    fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_natural), _REMEDIES)
+    if _POSITIONS in state and _same_width(state[_POSITIONS], shapes[_POSITIONS]):
+        state[_POSITIONS] = _interpolated(state[_POSITIONS], shapes[_POSITIONS], notes)
+    if fitting.differs_in_rows(state, shapes, _CLASSES):
+        state[_CLASSES] = _replaced(state[_CLASSES], shapes[_CLASSES], notes)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, notes
 
 
-def _same_width(theirs: Tensor, ours: tuple[int, ...]) -> bool:
-    return theirs.ndim == len(ours) and theirs.shape[-1] == ours[-1] and tuple(theirs.shape) != ours
+def _same_width(positions: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether positions differ from `shape` in their number alone."""
+    return positions.ndim == len(shape) and positions.shape[-1] == shape[-1] and tuple(positions.shape) != shape
 
 
 def _interpolated(positions: Tensor, shape: tuple[int, ...], notes: list[str]) -> Tensor:
     old, new = round(positions.shape[1] ** 0.5), round(shape[1] ** 0.5)
     if old * old != positions.shape[1]:
-        return positions                          # not a square grid: reported as a difference of shapes
+        return positions                          # no square grid: `adapt` reports the shapes
     grid = positions.float().view(1, old, old, -1).permute(0, 3, 1, 2)                            # (1, D, g, g)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
     notes.append(f"pos_embed: interpolated from {old} x {old} to {new} x {new} patches")
@@ -84,85 +85,82 @@ def _replaced(table: Tensor, shape: tuple[int, ...], notes: list[str]) -> Tensor
     return fresh
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
 # ----------------------------------------------------------------------------------------------------- diffusers' names
 
 def to_diffusers(state: Mapping[str, Tensor], rows: int, has_null: bool) -> dict[str, Tensor]:
-    """The state dict of a DiTTransformer2DModel with a label table of `rows` + 1, of which the last is "no label".
+    """The state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
 
-    Rows that no class has repeat the last one, or are 0 where the network has none.
+    Rows without a class repeat the last one. Where the network has no "no label", they are 0.
     """
     table = state[_CLASSES]
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
     padded = torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in state.items():
         layer, _, kind = name.rpartition(".")
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)", layer)
         if name == _POSITIONS:
             continue
         if layer in _ENDS:
-            found[f"{_ENDS[layer]}.{kind}"] = value
+            renamed[f"{_ENDS[layer]}.{kind}"] = value
         elif layer in _EMBEDDERS:
             for number in range(depth_of(state)):
-                found[f"{_embedders(number)}.{_EMBEDDERS[layer]}.{kind}"] = padded if name == _CLASSES else value
+                renamed[f"{_embedders(number)}.{_EMBEDDERS[layer]}.{kind}"] = padded if name == _CLASSES else value
         elif block[2] == "attn.qkv":
             for third, part in zip(_QKV, value.chunk(3)):
-                found[f"transformer_blocks.{block[1]}.attn1.{third}.{kind}"] = part
+                renamed[f"transformer_blocks.{block[1]}.attn1.{third}.{kind}"] = part
         else:
-            found[f"transformer_blocks.{block[1]}.{_IN_BLOCKS[block[2]]}.{kind}"] = value
-    return {name: value.detach().clone().contiguous() for name, value in found.items()}
+            renamed[f"transformer_blocks.{block[1]}.{_IN_BLOCKS[block[2]]}.{kind}"] = value
+    return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
-def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
+def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any],
                    config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """Our names of a DiTTransformer2DModel's weights, for `adapt`, and what to know of them; `said`: its config.json.
+    """A DiTTransformer2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
-    ConfigError: another class, a field that differs from the recipe's, weights that are missing, or blocks whose
-    embedders differ, since this network has one for all of them.
+    ConfigError: another class, a field that differs from the recipe's, missing weights, or blocks whose embedders
+    differ, since this network has one embedder for all blocks.
     """
-    _require(said, config)
-    depth, found, taken = said["num_layers"], {}, set()
+    _require_same(diffusers_config, config)
+    depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
 
     def take(name: str) -> Tensor:
-        if name not in state:
+        if name not in unused:
             raise ConfigError(f"weights: {name} is missing, and num_layers in config.json is {depth}; fetch the file "
                               "again")
-        taken.add(name)
-        return state[name]
+        return unused.pop(name)
 
     for kind in ("weight", "bias"):
-        for ours, theirs in _ENDS.items():
-            found[f"{ours}.{kind}"] = take(f"{theirs}.{kind}")
+        for name, diffusers_name in _ENDS.items():
+            renamed[f"{name}.{kind}"] = take(f"{diffusers_name}.{kind}")
         for number in range(depth):
             block = f"transformer_blocks.{number}"
-            for ours, theirs in _IN_BLOCKS.items():
-                found[f"blocks.{number}.{ours}.{kind}"] = take(f"{block}.{theirs}.{kind}")
+            for name, diffusers_name in _IN_BLOCKS.items():
+                renamed[f"blocks.{number}.{name}.{kind}"] = take(f"{block}.{diffusers_name}.{kind}")
             parts = [take(f"{block}.attn1.{third}.{kind}") for third in _QKV]
-            found[f"blocks.{number}.attn.qkv.{kind}"] = torch.cat(parts)
-        for ours, theirs in _EMBEDDERS.items():
-            if (ours, kind) == ("y_embedder.embedding_table", "bias"):
-                continue
-            first, *others = (take(f"{_embedders(number)}.{theirs}.{kind}") for number in range(depth))
-            for number, other in enumerate(others, 1):
-                if not torch.equal(first, other):
-                    raise ConfigError(f"weights: {_embedders(number)}.{theirs}.{kind} is not that of block 0: "
-                                      "diffusers has trained the copies apart, and this network has one for all "
-                                      "blocks; train with dstrain from weights whose copies agree")
-            found[f"{ours}.{kind}"] = first
-    notes = [f"{len(left)} weights of the folder have no place here and are left: {', '.join(left[:3])}"
-             for left in [sorted(set(state) - taken)] if left]
-    grid = said["sample_size"] // said["patch_size"]
-    found[_POSITIONS] = sincos_positions(found["x_embedder.proj.weight"].shape[0], grid, grid)[None]
-    found[_CLASSES] = _unpadded(found[_CLASSES], config, notes)
+            renamed[f"blocks.{number}.attn.qkv.{kind}"] = torch.cat(parts)
+        for name, diffusers_name in _EMBEDDERS.items():
+            if (name, kind) != ("y_embedder.embedding_table", "bias"):
+                copies = [f"{_embedders(number)}.{diffusers_name}.{kind}" for number in range(depth)]
+                renamed[f"{name}.{kind}"] = _shared({copy: take(copy) for copy in copies})
+    notes = fitting.unused(unused)
+    grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
+    renamed[_POSITIONS] = sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
+    renamed[_CLASSES] = _unpadded(renamed[_CLASSES], config, notes)
     if config.time_freq == "official":
         notes.append("time_freq=official: right for weights converted from published ones; those that diffusers has "
                      "trained, or dstrain has exported, need model.time_freq=diffusers")
-    return found, notes
+    return renamed, notes
+
+
+def _shared(copies: dict[str, Tensor]) -> Tensor:
+    """The weight that all blocks hold a copy of."""
+    first = next(iter(copies.values()))
+    for name, copy in copies.items():
+        if not torch.equal(first, copy):
+            raise ConfigError(f"weights: {name} is not that of block 0: diffusers has trained the copies apart, and "
+                              "this network has one for all blocks; train with dstrain from weights whose copies agree")
+    return first
 
 
 def depth_of(state: Mapping[str, Tensor]) -> int:
@@ -174,7 +172,7 @@ def _embedders(block: int) -> str:
 
 
 def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
-    """Without the rows that only fill diffusers' table up, which all repeat its last."""
+    """The table without the rows that only fill up diffusers' table: all repeat its last row."""
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
         return table
@@ -185,27 +183,28 @@ def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     return table[:count]
 
 
-def _require(said: Mapping[str, Any], config: Config) -> None:
-    if said.get("_class_name") not in CLASSES:
-        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system dit takes a "
+def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
+    if diffusers_config.get("_class_name") not in CLASSES:
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system dit takes a "
                           "DiTTransformer2DModel, or the DiTPipeline around one")
-    ours = arguments(config)
-    del ours["norm_eps"]                          # 1e-5 in folders that were converted from weights trained with 1e-6
-    del ours["sample_size"]                       # positions are brought to another resolution
-    size = said.get("sample_size")
+    expected = arguments(config)
+    del expected["norm_eps"]                      # 1e-5 in folders that were converted from weights trained with 1e-6
+    del expected["sample_size"]                   # `adapt` interpolates positions to another resolution
+    size = diffusers_config.get("sample_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
-    if said.get("out_channels", 0) is None:
-        said = {**said, "out_channels": said.get("in_channels")}
-    for name, value in ours.items():
-        if said.get(name) != value:
+    if diffusers_config.get("out_channels", 0) is None:
+        diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
+    for name, value in expected.items():
+        if diffusers_config.get(name) != value:
             fields = f"model.{_FIELDS[name]}" if name in _FIELDS else "this network"
             remedy = "; set it to what the file was made with" if name in _FIELDS else ", which has no other"
-            raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, and {value} by {fields}{remedy}")
+            raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, and {value} by "
+                              f"{fields}{remedy}")
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """What config.json of the same network says; its label table is the writer's to choose."""
+    """The keyword arguments of the same network in diffusers, but for the size of its label table."""
     shape = config.network_shape()
     return {"num_attention_heads": shape["num_heads"], "attention_head_dim": shape["hidden_size"] // shape["num_heads"],
             "in_channels": config.in_channels, "out_channels": config.in_channels * (1 + config.learn_sigma),

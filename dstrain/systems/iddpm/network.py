@@ -27,12 +27,13 @@ class UNet(nn.Module):
     num_res_blocks      residual blocks of a level on the way down; one more on the way up.
     channel_mult        one factor for each level; every level but the last halves the side.
     attention_levels    levels with attention after each residual block; the middle always has it.
-    num_heads           attention heads on the way down and in the middle; num_heads_upsample on the way up, None for
-                        the same number.
+    num_heads           attention heads on the way down and in the middle.
+    num_heads_upsample  attention heads on the way up; None for the same number.
     dropout             share of values dropped before the last layer of a residual block.
     num_classes         rows of the label table; None is unconditional.
     use_scale_shift_norm  the condition scales and shifts normalized values; False adds it before the normalization.
-    recompute           keep no activations inside blocks, compute them again in backward, under the same dropout.
+    recompute           keep no activations inside blocks; compute them again in the backward pass, with equal dropout.
+    seen_channels       channels of the input, where it has others beside those that are denoised.
     """
 
     def __init__(self, in_channels: int = 3, num_channels: int = 128, num_res_blocks: int = 2,
@@ -80,7 +81,7 @@ class UNet(nn.Module):
                                  ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        dtype = self.time_embed[0].weight.dtype                                # the boundary: compute precision within
+        dtype = self.time_embed[0].weight.dtype                                # from here on in compute precision
         emb = self.time_embed(timestep_features(t, self.num_channels).to(dtype))                  # (B, E)
         if self.num_classes is not None:
             emb = emb + self.label_emb(y)
@@ -95,7 +96,7 @@ class UNet(nn.Module):
 
 
 class SuperResUNet(UNet):
-    """A UNet that also sees the small picture, stretched to the large one's size: channels beside those of x."""
+    """A UNet that also sees the small picture, stretched to the large one's size, as further channels."""
 
     def __init__(self, in_channels: int = 3, *arguments, **named) -> None:
         super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **named)
@@ -106,7 +107,7 @@ class SuperResUNet(UNet):
 
 
 class Stage(nn.Sequential):
-    """Layers in turn, of which residual blocks see the condition."""
+    """Layers one after the other; residual blocks also get the condition."""
 
     def __init__(self, layers: Sequence[nn.Module], recompute: bool, dropout: float) -> None:
         super().__init__(*layers)
@@ -116,7 +117,7 @@ class Stage(nn.Sequential):
         for layer in self:
             inputs = (x, emb) if isinstance(layer, ResBlock) else (x,)
             if self.recompute and torch.is_grad_enabled() and isinstance(layer, (ResBlock, AttentionBlock)):
-                # A second pass under another dropout would give the gradient of another function.
+                # With dropout the second pass must draw the same mask.
                 x = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=self.drops_out)
             else:
                 x = layer(*inputs)
@@ -124,7 +125,7 @@ class Stage(nn.Sequential):
 
 
 class ResBlock(nn.Module):
-    """Two convolutions, conditioned between them, about a shortcut."""
+    """Two convolutions with the condition between them, beside a shortcut."""
 
     def __init__(self, channels: int, out_channels: int, embed: int, dropout: float, use_scale_shift_norm: bool):
         super().__init__()
@@ -152,10 +153,10 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all places of a picture, about a shortcut.
+    """Self-attention over all places of a picture, beside a shortcut.
 
-    The rows of `qkv` are ordered as published: query, key and value of the first head, then of the second. There, query
-    and key are each divided by the fourth root of a head's width d; together that is SDPA's 1 / sqrt(d).
+    The rows of `qkv` are ordered as published: query, key and value of the first head, then of the second. The original
+    divides query and key by the fourth root of a head's width d, which is the 1 / sqrt(d) of torch's attention.
     """
 
     def __init__(self, channels: int, num_heads: int) -> None:
@@ -199,7 +200,7 @@ class Upsample(nn.Module):
 
 
 class Pointwise(nn.Conv1d):
-    """A 1 x 1 convolution by name and shape of its weight, applied to tokens: (B, N, C) -> (B, N, D)."""
+    """A linear layer over tokens whose weight has the shape of a 1 x 1 convolution: (B, N, C) -> (B, N, D)."""
 
     def __init__(self, channels: int, out_channels: int) -> None:
         super().__init__(channels, out_channels, 1)
@@ -208,20 +209,20 @@ class Pointwise(nn.Conv1d):
         return F.linear(tokens, self.weight.squeeze(2), self.bias)
 
 
-class ZeroPointwise(Pointwise):
-    """Starts at zero."""
+class StartsAtZero:
+    """A layer whose weight and bias start at zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
 
-class ZeroConv2d(nn.Conv2d):
-    """Starts at zero."""
+class ZeroPointwise(StartsAtZero, Pointwise):
+    pass
 
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+
+class ZeroConv2d(StartsAtZero, nn.Conv2d):
+    pass
 
 
 def normalization(channels: int) -> nn.GroupNorm:

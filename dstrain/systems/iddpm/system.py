@@ -18,6 +18,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
@@ -38,7 +39,7 @@ class IDDPMSystem(System):
         self.shape = (config.in_channels, config.image_size, config.image_size)
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
                                            **config.diffusion_arguments())
-        self._chains = {"": self.diffusion}                              # shortened ones, by what shortens them
+        self._chains = {"": self.diffusion}                              # respaced chains by their spec
         self.uniform = UniformSampler(config.diffusion_steps)
         self.timesteps: TimestepSampler = self.uniform
         if config.schedule_sampler == "loss-second-moment":
@@ -53,7 +54,7 @@ class IDDPMSystem(System):
     # ------------------------------------------------------------------------------------------------------- training
 
     def accepts(self, source: Any) -> None:
-        """Images without class folders all bear the label 0, which teaches a table of labels nothing."""
+        """ConfigError: labels are learned, and images without class folders all have the label 0."""
         if self.config.class_cond and self.config.num_classes > 1 and not source.classes:
             raise ConfigError("model.class_cond=true, and data.path has no class folders: put the images of each class "
                               "into a folder of its own, or set model.class_cond=false")
@@ -62,35 +63,32 @@ class IDDPMSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
         example = super().encode(batch)
-        found = tuple(example["x_start"].shape[1:])
-        if found != self.shape:
-            raise ConfigError(f"data: the network's input is {self.shape} (channels, height, width) by image_size and "
-                              f"in_channels, the data give {found}; change the one or the other")
+        require_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
             example["low_res"] = self._shrunk(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
-            self._check_labels(example["label"])  # on an accelerator a look at them would wait for it
+            self._check_labels(example["label"])  # reading them on an accelerator would wait for it
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: one timestep and one noise for each sample; all terms weighed for how t was drawn."""
+        """The training loss: one timestep and one noise for each sample; terms have the weight of the drawn t."""
         t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
-        weighed = {name: weight * term for name, term in terms.items()}
-        loss = weighed["loss"]
-        weighed |= {"loss": loss.mean(), "loss_each": loss.detach(), "quartile": self._quartile(t)}
+        weighted = {name: weight * term for name, term in terms.items()}
+        loss = weighted["loss"]
+        weighted |= {"loss": loss.mean(), "loss_each": loss.detach(), "quartile": self._quartile(t)}
         if self.watched:
-            weighed |= {"timestep": t, "loss_seen": terms["loss"].detach()}
-        return weighed
+            weighted |= {"timestep": t, "loss_seen": terms["loss"].detach()}
+        return weighted
 
     def observe(self, seen: Terms) -> None:
-        """The timestep sampler learns from unweighted losses; one that is not finite would stay in its history."""
+        """The timestep sampler learns from unweighted losses. Those that are not finite are marked as padding, -1."""
         losses = seen["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), seen["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """The unweighted loss at uniform timesteps, one value a sample (B,): it knows no history of the sampler."""
+        """The unweighted loss at uniform timesteps, one value a sample (B,): independent of the sampler's history."""
         t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
         return self._losses(nets, example, t) | {"quartile": self._quartile(t)}
 
@@ -102,22 +100,22 @@ class IDDPMSystem(System):
         return 4 * t // self.config.diffusion_steps
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """The denoiser with its conditions in place; what it is not conditioned on is left aside."""
-        given = (conditions["low_res"],) if self.starts_from_data else ()
+        """The denoiser with its conditions filled in; conditions that it does not take are ignored."""
+        arguments = (conditions["low_res"],) if self.starts_from_data else ()
         if self.config.class_cond:
             if "label" not in conditions:
                 raise ConfigError("label: the data hold none, and class_cond is set; give labels, or train with "
                                   "class_cond false")
-            given += (conditions["label"],)
-        return lambda x_t, t: nets["denoiser"](x_t, t, *given)
+            arguments += (conditions["label"],)
+        return lambda x_t, t: nets["denoiser"](x_t, t, *arguments)
 
     # ---------------------------------------------------------------------------------------------------- likelihood
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim over `num_steps` timesteps, see measured_bits; None takes timestep_respacing, by itself all of them.
+        """Bits/dim over `num_steps` timesteps, see measured_bits; None: those of timestep_respacing, by default all.
 
-        Super-resolution is measured given the small picture.
+        For super-resolution they are conditioned on the small picture.
         """
         chain = self._chain(self.config.timestep_respacing) if num_steps is None else self.diffusion
         network = self.network(nets, example)
@@ -134,13 +132,13 @@ class IDDPMSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). Raises ConfigError
-        without it, for other samplers, more steps than the chain has, labels that are no class, and guidance.
+        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). ConfigError: it is
+        missing, another sampler, more steps than the chain has, labels that are no class, guidance.
         """
         sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        self._check_steps(request.num_steps)
+        chain = self._chain(self._spec(sampler, request.num_steps))
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -149,27 +147,18 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        chain = self._chain(self._spec(sampler, request.num_steps))
         if sampler == "ddim":
             x_start = samplers.ddim(chain, network, x, clip_denoised=True)
         else:
             noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
             x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
-        return _levels(x_start)
+        return to_uint8(x_start)
 
     def _spec(self, sampler: str, count: int) -> str:
-        """Which timesteps: those of timestep_respacing where it keeps as many, else evenly spaced as published."""
-        total = self.config.diffusion_steps
+        """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
         if self.config.timestep_respacing and count == self.config.respaced_steps():
             return self.config.timestep_respacing
-        if sampler == "ddim" and schedule.has_stride(total, count):
-            return f"ddim{count}"
-        return str(count)
-
-    def _check_steps(self, count: int) -> None:
-        if not 1 <= count <= self.config.diffusion_steps:
-            raise ConfigError(f"num_steps: {count} is not between 1 and the {self.config.diffusion_steps} timesteps of "
-                              "the chain")
+        return schedule.even_spec(self.config.diffusion_steps, count, sampler == "ddim")
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 
@@ -178,11 +167,11 @@ class IDDPMSystem(System):
         if not self.starts_from_data:
             return super().conditions_from(images)
         small = (self.config.in_channels, self.config.small_size, self.config.small_size)
-        found, pixels = tuple(images.shape[1:]), images.float() / 127.5 - 1
-        if found == self.shape:
+        shape, pixels = tuple(images.shape[1:]), images.float() / 127.5 - 1
+        if shape == self.shape:
             return {"low_res": self._shrunk(pixels)}
-        if found != small:
-            raise ConfigError(f"low_res: pictures (channels, height, width) are {found}; this upsampler takes {small} "
+        if shape != small:
+            raise ConfigError(f"low_res: pictures (channels, height, width) are {shape}; this upsampler takes {small} "
                               f"to {self.shape}: give the one or the other, or train with other sizes")
         return {"low_res": pixels}
 
@@ -190,7 +179,7 @@ class IDDPMSystem(System):
         """low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
         if not self.starts_from_data:
             return {}
-        return {"low_res": _levels(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
+        return {"low_res": to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
 
     def _shrunk(self, pixels: Tensor) -> Tensor:
         return F.interpolate(pixels, self.config.small_size, mode="area")
@@ -199,15 +188,15 @@ class IDDPMSystem(System):
         if "low_res" not in conditions:
             raise ConfigError("super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
                               "their own, generate.py RUN --then THIS_RUN, or give a folder, --low-res PATH")
-        found = tuple(conditions["low_res"].shape)
-        wanted = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
-        if found != wanted:
-            raise ConfigError(f"low_res: {found} where the request's seeds and small_size need {wanted}")
+        shape = tuple(conditions["low_res"].shape)
+        expected = (count, self.config.in_channels, self.config.small_size, self.config.small_size)
+        if shape != expected:
+            raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """label int64 (num,): those given, or every class, in turn; none where class_cond is not set.
+        """label int64 (num,): `labels` in turn, or every class; nothing where class_cond is not set.
 
         ConfigError: a label that is no class, or labels for an unconditional model.
         """
@@ -232,8 +221,9 @@ class IDDPMSystem(System):
             network = self.networks()[part]
         return weights.adapt(state, network, self.config)
 
-    def from_diffusers(self, state: dict[str, Tensor], said: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        return weights.from_diffusers(state, said, self.config)
+    def from_diffusers(self, state: dict[str, Tensor],
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (ResBlock, AttentionBlock)
@@ -251,11 +241,6 @@ class IDDPMSystem(System):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.timesteps.load_state_dict(state)
-
-
-def _levels(pixels: Tensor) -> Tensor:
-    """[-1, 1] to uint8."""
-    return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def build(config: Config) -> IDDPMSystem:

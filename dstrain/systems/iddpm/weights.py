@@ -1,8 +1,7 @@
-"""Fitting published weights to a UNet, whose flags leave few traces in a file; diffusers' names, there and back.
+"""Fits published weights to a UNet, whose flags leave few traces in a file; diffusers' names, in both directions.
 
-The published files have our names. diffusers' UNet2DModel has the same layers in other lists, and of an attention three
-maps whose rows are ordered by head, where ours is one that holds query, key and value of the first head, then of the
-second.
+Published files have the names of network.py. diffusers' UNet2DModel has the same layers in other lists. Its attention
+has three maps with rows ordered by head; here one map holds query, key and value of the first head, then of the second.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from dstrain.systems.iddpm.network import GROUPS
 
 _LABELS = "label_emb.weight"
 
-# What decides a weight's shape or presence: pattern of its name -> the recipe's fields; the first one found counts.
+# What decides a weight's shape or presence: pattern of its name -> the recipe's fields; the first match counts.
 _REMEDIES = (
     (r"^time_embed", "num_channels"),
     (r"^label_emb", "class_cond (and num_channels)"),
@@ -34,34 +33,35 @@ _REMEDIES = (
 _ORDER = ("time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out", "in_layers", "emb_layers",
           "out_layers", "skip_connection", "norm", "qkv", "proj_out", "op", "conv", "weight", "bias")
 
-# Flags that leave names and shapes as they are.
-_UNTOLD = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropout", "diffusion_steps",
+# Flags that neither names nor shapes of weights show.
+_HIDDEN = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropout", "diffusion_steps",
            "noise_schedule", "rescale_timesteps")
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what to know of it.
 
-    A label table with another number of rows is replaced by fresh rows, normal(1) as they are born. The notes also list
-    the flags that no file can tell, as the recipe has them: a wrong one gives wrong pictures and no error.
-    Raises ConfigError at the first other difference, with both shapes and the flags that decide them.
+    A label table with another number of rows is replaced by new rows, normal(1) as at initialization. The notes also
+    list the flags that no file shows, as the recipe has them: a wrong one gives wrong pictures and no error.
+    ConfigError: the first other difference, with both shapes and the flags that decide them.
     """
-    wanted = fitting.shapes_of(network)
+    shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    if fitting.other_rows(state, wanted, _LABELS):
+    if fitting.differs_in_rows(state, shapes, _LABELS):
         rows = len(state[_LABELS])
-        state[_LABELS] = fitting.fresh_rows(state[_LABELS], wanted[_LABELS], std=1.0)
+        state[_LABELS] = fitting.fresh_rows(state[_LABELS], shapes[_LABELS], std=1.0)
         notes.append(f"{_LABELS}: {rows} rows in the file, {len(state[_LABELS])} in the network; replaced by fresh "
                      "rows")
-    fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_place), _REMEDIES)
-    told = [f"{flag}={getattr(config, flag)}" for flag in _UNTOLD]
-    told += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
+    hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
+    hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
              if name in ("prediction", "loss") or name == "variance" and not config.learn_sigma]
-    notes.append(f"names and shapes fit; what they cannot tell is as the recipe says: {', '.join(told)}")
+    notes.append(f"names and shapes fit; what they cannot tell is as the recipe says: {', '.join(hidden)}")
     return state, notes
 
 
 def _place(name: str) -> tuple[int, ...]:
+    """A key that sorts names in the order of the network."""
     return tuple(int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
                  for word in name.split("."))
 
@@ -76,7 +76,7 @@ _RESIDUAL = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "ti
 _ATTENTION = {"norm": "group_norm", "proj_out": "to_out.0"}
 _QKV = ("to_q", "to_k", "to_v")
 
-# Field of config.json -> the recipe's that decides it.
+# Field of config.json -> the recipe's fields that decide it.
 _FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels": "in_channels, twice with learn_sigma",
            "down_block_types": "attention_resolutions", "up_block_types": "attention_resolutions",
            "block_out_channels": "num_channels and channel_mult", "layers_per_block": "num_res_blocks",
@@ -86,7 +86,7 @@ _FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels":
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """The keyword arguments of the UNet2DModel that is this network. ConfigError: there is none, by flag."""
+    """The keyword arguments of the same network in diffusers. ConfigError: a flag that UNet2DModel cannot express."""
     if config.mults[0] != 1:
         raise ConfigError(f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
                           f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
@@ -110,81 +110,81 @@ def arguments(config: Config) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The state dict of that UNet2DModel."""
-    found = {f"{theirs}.{kind}": state[f"{ours}.{kind}"] for ours, theirs in _layers(config)
-             for kind in ("weight", "bias") if f"{ours}.{kind}" in state}
-    for ours, theirs, heads in _attentions(config):
-        name = f"{theirs}.to_out.0.weight"
-        found[name] = found[name].squeeze(2)
+    """The state dict of a UNet2DModel with these `arguments`."""
+    renamed = {f"{diffusers_name}.{kind}": state[f"{name}.{kind}"] for name, diffusers_name in _layers(config)
+               for kind in ("weight", "bias") if f"{name}.{kind}" in state}
+    for name, diffusers_name, heads in _attentions(config):
+        output = f"{diffusers_name}.to_out.0.weight"
+        renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
-            rows = state[f"{ours}.qkv.{kind}"]
+            rows = state[f"{name}.qkv.{kind}"]
             rows = rows.view(heads, 3, -1, *rows.shape[1:2])                             # (heads, 3, d, C or nothing)
             for third, part in zip(_QKV, rows.unbind(1)):
-                found[f"{theirs}.{third}.{kind}"] = part.flatten(0, 1)
+                renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
     if _learns_times(config):
-        found[_TIMES] = _times(config)
-    return {name: value.detach().clone().contiguous() for name, value in found.items()}
+        renamed[_TIMES] = _times(config)
+    return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
-def from_diffusers(state: Mapping[str, Tensor], said: Mapping[str, Any],
+def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any],
                    config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """Our names of a UNet2DModel's weights, for `adapt`, and what to know of them; `said`: its config.json.
+    """A UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
-    ConfigError: another class, a field that differs from the recipe's, or timesteps that are no sinusoids. A weight
-    that is missing is missing to `adapt`, too.
+    ConfigError: another class, a field that differs from the recipe's, or other timesteps than the recipe's. A missing
+    weight is left to `adapt` to report.
     """
-    _require(said, config)
-    state, found = dict(state), {}
+    _require_same(diffusers_config, config)
+    state, renamed = dict(state), {}
     times = state.pop(_TIMES, None)
-    if times is not None and not _same(times, _times(config)):
+    expected = _times(config)
+    if times is not None and not (times.shape == expected.shape
+                                  and torch.allclose(times.float(), expected, rtol=0, atol=1e-5)):
         raise ConfigError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
                           f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
-    for ours, theirs, heads in _attentions(config):
+    for name, diffusers_name, heads in _attentions(config):
         for kind in ("weight", "bias"):
-            parts = [state.pop(f"{theirs}.{third}.{kind}", None) for third in _QKV]
+            parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
-                found[f"{ours}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for ours, theirs in _layers(config):
+                renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
+    for name, diffusers_name in _layers(config):
         for kind in ("weight", "bias"):
-            if (value := state.pop(f"{theirs}.{kind}", None)) is not None:
-                is_map = ours.endswith(".proj_out") and kind == "weight"
-                found[f"{ours}.{kind}"] = value[..., None] if is_map else value
-    left = sorted(state)
-    return found, [f"{len(left)} weights of the folder have no place here and are left: {', '.join(left[:3])}"
-                   ] if left else []
+            if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
+                is_map = name.endswith(".proj_out") and kind == "weight"
+                renamed[f"{name}.{kind}"] = value[..., None] if is_map else value
+    return renamed, fitting.unused(state)
 
 
-def _require(said: Mapping[str, Any], config: Config) -> None:
-    if said.get("_class_name") != "UNet2DModel":
-        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system iddpm takes a "
-                          "UNet2DModel")
-    wanted = arguments(config) | {"class_embed_type": None, "add_attention": True, "mid_block_scale_factor": 1,
-                                  "downsample_type": "conv", "upsample_type": "conv", "time_embedding_dim": None}
-    for name, ours in wanted.items():
-        theirs = said.get(name, ours)             # an older diffusers had no such field, and no other way
-        theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
+    if diffusers_config.get("_class_name") != "UNet2DModel":
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system iddpm takes "
+                          "a UNet2DModel")
+    expected = arguments(config) | {"class_embed_type": None, "add_attention": True, "mid_block_scale_factor": 1,
+                                    "downsample_type": "conv", "upsample_type": "conv", "time_embedding_dim": None}
+    for name, needed in expected.items():
+        loaded = diffusers_config.get(name, needed)    # an older diffusers had neither field nor choice
+        loaded = tuple(loaded) if isinstance(loaded, list) else loaded
         if name in ("sample_size", "dropout"):    # decide no output
             continue
-        if name == "attn_norm_num_groups" and theirs is None and not config.use_scale_shift_norm:
-            theirs = said.get("norm_num_groups")
-        if name == "num_class_embeds":            # another number of rows is bridged
-            theirs, ours = theirs is not None, ours is not None
-        if name == "attention_head_dim":          # None says what one width for all may say, too
-            theirs, ours = (_heads(config, width) for width in (theirs, ours))
-            if theirs != ours:
-                raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, which makes {theirs[-1]} "
-                                  f"heads, and model.num_heads is {config.num_heads}; set it to what the file was made "
-                                  "with")
-        if theirs != ours:
+        if name == "attn_norm_num_groups" and loaded is None and not config.use_scale_shift_norm:
+            loaded = diffusers_config.get("norm_num_groups")
+        if name == "num_class_embeds":            # `adapt` takes another number of rows
+            loaded, needed = loaded is not None, needed is not None
+        if name == "attention_head_dim":          # None and one width for all may mean the same
+            loaded, needed = (_heads(config, width) for width in (loaded, needed))
+            if loaded != needed:
+                raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, which makes "
+                                  f"{loaded[-1]} heads, and model.num_heads is {config.num_heads}; set it to what the "
+                                  "file was made with")
+        if loaded != needed:
             fields = _FIELDS.get(name)
-            raise ConfigError(f"weights: {name} is {said.get(name)} in config.json, and {wanted[name]} by "
-                              + (f"model.{fields}; set it to what the file was made with" if fields else
-                                 "this network, which has no other"))
+            raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, and {expected[name]} "
+                              + (f"by model.{fields}; set it to what the file was made with" if fields else
+                                 "by this network, which has no other"))
 
 
 def _heads(config: Config, width: int | None) -> list[int]:
-    """Heads of each level with attention, and of the middle, where diffusers is told a head's width."""
+    """Heads of each level with attention and of the middle, from diffusers' width of a head; None is one head."""
     return [1 if width is None else channels // width for channels in _attending(config)]
 
 
@@ -195,7 +195,7 @@ def _attending(config: Config) -> list[int]:
 
 
 def _head_width(config: Config) -> int | None:
-    """diffusers is told one width of a head for all levels; here their number is the same at all levels."""
+    """diffusers' one width of a head for all levels, where the recipe has one number of heads for all levels."""
     widths = sorted({channels // config.num_heads for channels in _attending(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
@@ -211,7 +211,7 @@ def _head_width(config: Config) -> int | None:
 
 
 def _learns_times(config: Config) -> bool:
-    """Whether timesteps are rescaled, so that sinusoids of t are not those of this network: then they are a table."""
+    """Whether rescaled timesteps need a table in diffusers, whose sinusoids of t would be others."""
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
@@ -221,31 +221,26 @@ def _times(config: Config) -> Tensor:
     return timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.float(), b, rtol=0, atol=1e-5)
-
-
 def _layers(config: Config) -> Iterator[tuple[str, str]]:
-    """Names of what has weights, but for qkv: ours, diffusers'. Not all of them are there: see skip_connection."""
+    """Names of the layers but for qkv, here and in diffusers. A network may lack some, such as skip_connection."""
     yield from _ENDS.items()
-    for ours, theirs, kind in _places(config):
-        if kind == "attention":
-            yield from ((f"{ours}.{a}", f"{theirs}.{b}") for a, b in _ATTENTION.items())
-        elif kind == "residual":
-            yield from ((f"{ours}.{a}", f"{theirs}.{b}") for a, b in _RESIDUAL.items())
+    for name, diffusers_name, kind in _places(config):
+        if kind == "change of size":
+            yield name, diffusers_name
         else:
-            yield ours, theirs
+            layers = _ATTENTION if kind == "attention" else _RESIDUAL
+            yield from ((f"{name}.{a}", f"{diffusers_name}.{b}") for a, b in layers.items())
 
 
 def _attentions(config: Config) -> Iterator[tuple[str, str, int]]:
-    """Names of the attentions, ours and diffusers', and their heads."""
-    for ours, theirs, kind in _places(config):
+    """Names of the attentions, here and in diffusers, and their heads."""
+    for name, diffusers_name, kind in _places(config):
         if kind == "attention":
-            yield ours, theirs, config.heads_upsample if ours.startswith("output") else config.num_heads
+            yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
 
 
 def _places(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Every block in the order of our network: our name, diffusers', and what it is."""
+    """Every block in the order of the network: its name here, its name in diffusers, and its kind."""
     attends, last = [side in config.attention_resolutions for side in config.sides], len(config.mults) - 1
     number = 0
     for level, attention in enumerate(attends):

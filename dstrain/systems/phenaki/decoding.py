@@ -1,13 +1,13 @@
 """Iterative decoding of masked tokens: MaskGIT (Chang et al. 2022, section 3.2) and Token-Critic (Lezama et al. 2022,
-section 3.2), with given tokens that stay.
+section 3.2). Given tokens stay as they are.
 
-Notation: B samples of N tokens in the grid (t, h, w), n of them to be found; S steps; a step i = 0 .. S - 1 draws an id
-for every mask token and then masks the least trusted floor(n cos(pi/2 (i + 1) / S)) tokens again, the last step none.
-What anneals falls as 1 - (i + 1) / S: it is 0 at the last step.
+Notation: B samples of N tokens in the grid (t, h, w), n of them not given; S steps. Step i = 0 .. S - 1 draws ids for
+all mask tokens. Then it masks the floor(n cos(pi/2 (i + 1) / S)) tokens of lowest confidence again; the last step masks
+none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
 
-Trust is, without a critic, the logarithm of the probability that an id was drawn with, plus Gumbel noise times the
-confidence temperature; what has once been kept stays. With a critic it is minus its logit of "was replaced", plus
-uniform noise times the critic noise; then a token that was kept may be masked again.
+Without a critic a token's confidence is the log-probability with which its id was drawn, plus Gumbel noise times the
+confidence temperature, and a token that is not masked again stays to the end. With a critic it is minus the critic's
+logit of "was replaced", plus uniform noise times the critic noise, and any token may be masked again.
 
 All randomness is drawn from the samples' keys by name: token/i, choice/i, critic/i.
 """
@@ -34,15 +34,15 @@ NOISE_SCHEDULES = ("fixed", "decay", "increase")
 
 @dataclass(frozen=True)
 class Choices:
-    """How a step draws and keeps."""
+    """How a step draws ids, and which of them it masks again."""
 
     sample_temperature: float = 0.9               # of the ids, annealed
-    confidence_temperature: float = 4.5           # of the trust without a critic, annealed
-    critic_noise: float = 1.0                     # width of the uniform noise of the trust with a critic
+    confidence_temperature: float = 4.5           # of the confidence without a critic, annealed
+    critic_noise: float = 1.0                     # width of the uniform noise with a critic
     critic_noise_schedule: Literal["fixed", "decay", "increase"] = "decay"
 
     def noise_at(self, step: int, num_steps: int) -> float:
-        """The critic noise of a step: the same, falling to 0, or growing to its width at the last step."""
+        """The critic noise of a step: constant, falling to 0, or growing to its full width at the last step."""
         done = (step + 1) / num_steps
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
@@ -50,17 +50,17 @@ class Choices:
 @torch.no_grad()
 def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key: Tensor, num_steps: int = 18,
            choices: Choices = Choices(), criticize: Criticize | None = None) -> Tensor:
-    """Tokens int64 (B, t, h, w) in which what is not `given` has been found; no mask token is left.
+    """Tokens int64 (B, t, h, w), of which those that are not `given` have been drawn; no mask token is left.
 
-    given  bool (B, t, h, w): tokens that are known (frames to go on from) or do not matter (padding).
+    given  bool (B, t, h, w): tokens that are known (frames to continue) or do not matter (padding).
     key    int64 (B,).
-    Raises ConfigError for less than one step.
+    ConfigError: less than one step.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     shape, count = tokens.shape, tokens[0].numel()
     free = ~given.flatten(1)                                                                      # (B, N)
-    wanted = free.sum(1)                                                                          # (B,)
+    num_free = free.sum(1)                                                                        # (B,)
     tokens = torch.where(given, tokens, mask_token).flatten(1)                                    # (B, N)
     for step in range(num_steps):
         done = (step + 1) / num_steps
@@ -70,16 +70,16 @@ def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
-        left = (wanted * ratio(torch.full_like(wanted, done, dtype=torch.float64))).floor().long()
+        left = (num_free * ratio(torch.full_like(num_free, done, dtype=torch.float64))).floor().long()
         if criticize is None:
-            trust = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
+            confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
                 key, f"choice/{step}", (count,))
-            left = torch.minimum(left, (masked.sum(1) - 1).clamp(min=0))       # each step finds a token at least
+            left = torch.minimum(left, (masked.sum(1) - 1).clamp(min=0))       # each step draws one token at least
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
-            trust = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(step, num_steps) * noise
+            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(step, num_steps) * noise
             eligible = free
-        again = lowest(torch.where(eligible, trust, torch.inf), left)
+        again = lowest(torch.where(eligible, confidence, torch.inf), left)
         tokens = torch.where(again, mask_token, tokens)
     return tokens.view(shape)

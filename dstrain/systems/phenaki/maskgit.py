@@ -1,11 +1,11 @@
 """The networks over video tokens: MaskGIT (Chang et al. 2022) with text, and the token critic (Lezama et al. 2022,
-arXiv:2209.04439), in the sizes and manner of Phenaki (Villegas et al. 2022).
+arXiv:2209.04439), as in Phenaki (Villegas et al. 2022).
 
-Notation: B samples, (t, h, w) the grid of a clip's tokens, N = t h w; V the codebook, whose id V is the mask token; M
-of the B N tokens are masked, known only on the device; L text tokens of width E.
+Notation: B samples, (t, h, w) the grid of a clip's tokens, N = t h w; V the size of the codebook, and V the id of the
+mask token; M of the B N tokens are masked, a number that only the device knows; L text tokens of width E.
 
-No weight belongs to a network itself, but to a layer below: under ZeRO-3 a weight is there only while its own layer is
-called, and so what is not `forward` may be called, too.
+All weights belong to submodules, none to a network itself. Under ZeRO-3 a weight is gathered while its own module is
+called, so that methods other than `forward` can be called, too.
 """
 
 from typing import NamedTuple
@@ -21,21 +21,21 @@ Grid = tuple[int, int, int]
 
 
 class Pass(NamedTuple):
-    """What a loss reads of one pass of MaskGit."""
+    """What one pass of MaskGit gives to the loss."""
 
-    total: Tensor                                 # `loss` in its weighted sum, a scalar, with gradient
+    total: Tensor                                 # the weighted sum of `loss`, a scalar, with gradient
     loss: Tensor                                  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
     hits: Tensor                                  # masked tokens whose likeliest id is the true one: (B,)
-    filled: Tensor                                # the true tokens, at masked places drawn ones: int64 (B, t, h, w)
-    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if it was asked
+    filled: Tensor                                # true tokens, drawn ones where masked: int64 (B, t, h, w)
+    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if `replaced`
 
 
 class MaskGit(nn.Module):
-    """Tokens and text to what stands behind the masked tokens.
+    """Predicts masked tokens from the others and a text.
 
     codebook_size  V.
-    self_critic    whether there is a head that tells which tokens were replaced.
-    chunk          tokens whose logits stand in memory at once, see Vocabulary.
+    self_critic    whether there is a head that judges which tokens were replaced.
+    chunk          tokens whose logits are in memory at once, see Vocabulary.
     trunk          the keyword arguments of Trunk.
     """
 
@@ -50,16 +50,16 @@ class MaskGit(nn.Module):
     def forward(self, tokens: Tensor, masked: Tensor, weights: Tensor, real: Tensor | None = None,
                 dropped: Tensor | None = None, uniforms: Tensor | None = None, temperature: float = 1.0,
                 replaced: Tensor | None = None, **text: Tensor) -> Pass:
-        """What is learned of true tokens int64 (B, t, h, w), of which masked, bool alike, are hidden.
+        """The loss on true tokens int64 (B, t, h, w), of which those in `masked`, bool (B, t, h, w), are hidden.
 
         weights   (B,), of a sample's masked tokens in the total.
-        uniforms  (B, N): masked tokens are drawn by them at `temperature`; None leaves the true ones in `filled`.
-        replaced  int64 (B, t, h, w), what the self critic judges in the same pass; its gradient comes with the other.
+        uniforms  (B, N), with which masked tokens are drawn at `temperature`; None leaves the true ones in `filled`.
+        replaced  int64 (B, t, h, w): the self critic judges these tokens in the same pass.
         real, dropped, text: see Trunk.
         """
-        count = Pending(masked)
+        pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
-        if replaced is not None:                  # one pass of both, for an engine's outputs are hooked once
+        if replaced is not None:                  # one pass for both: an engine hooks the outputs of one call
             twice = lambda x: None if x is None else torch.cat((x, x))
             states = self.trunk(torch.cat((seen, replaced)), twice(real), twice(dropped),
                                 **{name: twice(value) for name, value in text.items()})
@@ -67,20 +67,21 @@ class MaskGit(nn.Module):
             critic = self.to_critic(judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
-        places = count.places()                                                                   # (M,)
-        found = self.to_logits(states.flatten(0, 3)[places], None if uniforms is None else uniforms.flatten()[places],
-                               temperature, tokens.flatten()[places], weights[places // tokens[0].numel()])
-        filled = tokens.flatten().scatter(0, places, found.ids).view_as(tokens)
-        # Each place is written once, so that the sums do not depend on an order of summation.
+        places = pending.places()                                                                 # (M,)
+        of_masked = self.to_logits(
+            states.flatten(0, 3)[places], None if uniforms is None else uniforms.flatten()[places], temperature,
+            tokens.flatten()[places], weights[places // tokens[0].numel()])
+        filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
+        # scatter writes each place once, so that no order of summation decides the last bits.
         spread = lambda x: x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
-        return Pass(found.total, spread(found.loss), spread(found.hits), filled, critic)
+        return Pass(of_masked.total, spread(of_masked.loss), spread(of_masked.hits), filled, critic)
 
     def predict(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor], uniforms: Tensor,
                 temperature: float, guidance_scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Draws for the mask tokens in int64 (B, t, h, w): ids, alike, and their log-probability float32, 0 elsewhere.
+        """Draws ids for the mask tokens: int64 (B, t, h, w) -> ids, their log-probabilities float32 (0 elsewhere).
 
-        With a guidance_scale s other than 1 the logits are null + s (text - null), of one pass over both; the head is
-        linear, so that states are mixed in place of logits.
+        With a guidance_scale s other than 1 the logits are null + s (text - null), from one pass over both. The head is
+        linear, so states are mixed instead of logits.
         """
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
@@ -96,12 +97,12 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Logits of "was replaced" by the self critic: int64 (B, t, h, w) -> float32 alike."""
+        """The self critic's logits of "was replaced": int64 (B, t, h, w) -> float32 (B, t, h, w)."""
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
 class TokenCritic(nn.Module):
-    """Which tokens were replaced: a trunk of its own and one logit a token. It meets no mask tokens."""
+    """Judges which tokens were replaced, by a trunk of its own and one logit a token. It sees no mask tokens."""
 
     def __init__(self, codebook_size: int, **trunk) -> None:
         super().__init__()
@@ -110,16 +111,16 @@ class TokenCritic(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
                 **text: Tensor) -> Tensor:
-        """Logits of "was replaced": int64 (B, t, h, w) -> float32 alike. Arguments: see Trunk."""
+        """Logits of "was replaced": int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
 class Trunk(nn.Module):
     """Tokens to states, bidirectional: (B, t, h, w) -> (B, t, h, w, dim).
 
-    num_tokens        ids that there are, the mask token included.
+    num_tokens        number of ids, with the mask token where there is one.
     token_shape       the longest (t, h, w); clips may be shorter, down to one frame.
-    text              what it reads of a text: an argument of Text; None makes it unconditional.
+    text              the keyword arguments of Text; None makes it unconditional.
     gradient_shrink   share of the gradient that reaches the embeddings (Ding et al. 2021, CogView); 1 is all.
     """
 
@@ -138,8 +139,8 @@ class Trunk(nn.Module):
                 **text: Tensor) -> Tensor:
         """States of int64 (B, t, h, w).
 
-        real     bool (B, t), False for latent frames of padding, which nothing sees; None: all are real.
-        dropped  bool (B,), True where the null text takes the text's place; None: nowhere.
+        real     bool (B, t), False for latent frames of padding, which no token sees; None: all are real.
+        dropped  bool (B,), True where the null text replaces the text; None: nowhere.
         text     words int64 (B, L); or text_encodings (B, L, E) and text_mask bool (B, L).
         """
         x = self.token_emb(tokens)
@@ -156,9 +157,9 @@ class Trunk(nn.Module):
 class Text(nn.Module):
     """Texts as a context of width dim, with a learned null text before them.
 
-    num_words, max_text_len  a table of hashed words and their places; or
+    num_words, max_text_len  rows of the table of hashed words, and number of positions; or
     encodings_dim            E, the width of encodings that are projected.
-    learns_null              whether there is a null text: it stands for a text that is dropped or has no words.
+    learns_null              whether there is a null text, for texts that are dropped or have no words.
     """
 
     def __init__(self, dim: int, num_words: int | None, max_text_len: int, encodings_dim: int | None,
@@ -171,7 +172,7 @@ class Text(nn.Module):
 
     def forward(self, dropped: Tensor | None, words: Tensor | None = None, text_encodings: Tensor | None = None,
                 text_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The context (B, M, dim) and which of it is seen, bool (B, M); M is L, and one more for the null text."""
+        """The context (B, M, dim), and bool (B, M), True where it is seen; M is L, with a null text L + 1."""
         if self.words is not None:
             context, seen = self.words(words), words != 0
             context = context + self.places(torch.arange(words.shape[1], device=words.device))
@@ -186,10 +187,10 @@ class Text(nn.Module):
 
 
 class Pending:
-    """Where a mask is true, as indices, of which the host learns the number while the device goes on.
+    """The indices where a mask is true. Their number is copied to the host while the device works on.
 
-    The number is copied when the mask is made and read when the indices are asked for, behind the trunk's launch: so
-    the host waits for what came before the trunk and never for the trunk itself.
+    The copy starts here and is read in `places`, after the trunk has been launched. So the host waits for what was
+    launched before the trunk, and never for the trunk itself.
     """
 
     def __init__(self, mask: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Which tokens are masked: the cosine schedule of MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.3).
 
-Notation: a clip has N real tokens, u is uniform in [0, 1), r = cos(pi/2 u) the ratio that is masked. In training u is
-drawn, in decoding it is the share of steps that are done. The mean of r over u is 2 / pi.
+Notation: a clip has N real tokens; u is uniform in [0, 1); r = cos(pi/2 u) is the ratio that is masked. In training u
+is drawn, in decoding it is the share of steps done. The mean of r over u is 2 / pi.
 """
 
 import math
@@ -23,7 +23,7 @@ def num_masked(u: Tensor, real: Tensor) -> Tensor:
 
 
 def lowest(scores: Tensor, count: Tensor) -> Tensor:
-    """Where the `count` int64 (B,) lowest of scores (B, N) lie, the first of equal ones: bool (B, N)."""
+    """Where the `count` int64 (B,) lowest of scores (B, N) lie; of equal scores the first: bool (B, N)."""
     order = scores.argsort(dim=1, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(scores.shape[1], device=scores.device)
                                             .expand_as(order))
@@ -31,8 +31,8 @@ def lowest(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
-    """The masked tokens of training, bool (B, N): as many as `u` (B,) says, where uniform `noise` (B, N) is lowest.
+    """The masked tokens of training, bool (B, N): num_masked(u) of them, where uniform `noise` (B, N) is lowest.
 
-    real  bool (B, N): nothing else is ever masked.
+    real  bool (B, N): padding is never masked.
     """
     return lowest(torch.where(real, noise, 2.0), num_masked(u, real.sum(1)))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.codec import Codec
+from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.phenaki import codec, masking
@@ -240,8 +241,7 @@ class PhenakiSystem(System):
                                   "fewer, or ask for more")
             tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
             given[:, :known] = True
-        tokens = self.draw_tokens(nets, tokens, given, request)
-        video = ((tokenizer.decode(tokens) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, given, request)))
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1]:]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, given: Tensor, request: Request) -> Tensor:

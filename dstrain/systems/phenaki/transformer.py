@@ -1,11 +1,11 @@
 """The transformer that Phenaki's tokenizer and its token models share (Villegas et al. 2022, arXiv:2210.02399).
 
 Notation: B samples; a clip's tokens lie in the grid (t, h, w) of latent frames, rows and columns, N of them attend to
-each other; M tokens are attended to; E is the width of a context. Layers stay in that five-dimensional layout, so that
-the position encoder meets true neighbours whatever the attention runs over.
+each other; M tokens are attended to; E is the width of a context. Between layers tokens keep the layout
+(B, t, h, w, dim), so that the position encoder sees true neighbours whatever the attention runs over.
 
 Queries and keys have unit length and learned scales (Henry et al. 2020, "Query-key normalization"), so that scores
-cannot outgrow bfloat16. Everything normalizes its input itself and is added to it by the block.
+cannot outgrow bfloat16. Each layer normalizes its input itself; the block adds its output to that input.
 """
 
 import math
@@ -20,19 +20,19 @@ from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
-_HIDDEN = -10000.0                                # added to scores of what is not seen: its exp is 0, fp16 holds it
-_SCALE = 8.0                                      # of the product of two unit vectors, before anything is learned
+_HIDDEN = -10000.0                                # added to scores of hidden tokens: its exp is 0, float16 can hold it
+_SCALE = 8.0                                      # of the scores, which are products of unit vectors at first
 OVER = ("all", "space", "time")
 
 
 class Transformer(nn.Module):
     """`depth` blocks and a norm: (B, t, h, w, dim) -> (B, t, h, w, dim).
 
-    over          what attends to each other: all tokens; space, those of one latent frame; time, those of one place.
-    causal        nothing depends on later latent frames: attention over time and the position encoder look back only.
-    context_dim   E, the width of what cross-attention reads; None: there is none.
+    over          the tokens that attend to each other: all; space, those of one latent frame; time, those of one place.
+    causal        no output depends on later latent frames: attention over time and position encoder only look back.
+    context_dim   E, the width of the context of cross-attention; None: there is none.
     peg           whether each block begins with a position encoder.
-    recompute     keep no activations inside blocks, compute them again in backward.
+    recompute     keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
                 context_mask: Tensor | None = None) -> Tensor:
         """See TransformerBlock."""
         for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():               # dropout must draw the same mask again
+            if self.recompute and torch.is_grad_enabled():               # the second pass draws the same dropout mask
                 x = checkpoint(layer, x, bias, mask, context, context_mask, use_reentrant=False,
                                preserve_rng_state=self.dropout > 0)
             else:
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Position encoder, self-attention, cross-attention where there is a context, feed-forward; each is added."""
+    """Position encoder, self-attention, cross-attention if there is a context, feed-forward, each with a shortcut."""
 
     def __init__(self, dim: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
                  causal: bool = False, peg: bool = True, dropout: float = 0.0, over: str = "all") -> None:
@@ -73,13 +73,13 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
                 context_mask: Tensor | None = None) -> Tensor:
-        """(B, t, h, w, dim) -> alike.
+        """(B, t, h, w, dim) -> (B, t, h, w, dim).
 
-        bias          (heads, N, N), added to the scores, N as `over` says.
-        mask          bool (B, t, h, w), True where a token is seen by others.
+        bias          (heads, N, N), added to the scores; `over` decides N.
+        mask          bool (B, t, h, w), True where other tokens see a token.
         context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
         """
-        if self.peg is not None:                  # what is not seen is as the zeros about the clip
+        if self.peg is not None:                  # hidden tokens are 0, as the padding around the clip
             x = x + self.peg(x if mask is None else x.masked_fill(~mask[..., None], 0.0))
         shape, flat = x.shape, self._sequences(x)
         flat = flat + self.attention(flat, None, None if mask is None else self._sequences(mask), bias, self.causal)
@@ -122,8 +122,8 @@ class Attention(nn.Module):
                 causal: bool = False) -> Tensor:
         """(B, N, dim) -> (B, N, dim).
 
-        context (B, M, E)         what is attended to; None: x itself, normalized as the queries are.
-        mask bool (B, M)          True = seen. Where a sample sees nothing the output is 0, whatever the context holds.
+        context (B, M, E)         the tokens attended to; None: x itself.
+        mask bool (B, M)          True = seen. A sample that sees no token has the output 0.
         bias (heads, N, M)        added to the scores.
         causal                    a token sees itself and those before it (N = M).
         """
@@ -140,7 +140,7 @@ class Attention(nn.Module):
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None: nothing but what `causal` alone says."""
+    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None where there is neither bias nor mask."""
     if bias is None and mask is None:
         return None
     hidden = query.new_zeros(1, 1, 1, count) if mask is None else (~mask)[:, None, None] * query.new_full((), _HIDDEN)
@@ -150,7 +150,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor
 
 
 class UnitNorm(nn.Module):
-    """Vectors of unit length, times a learned gain for each entry: (..., dim) -> alike."""
+    """Vectors at unit length, times a learned gain for each entry: (..., dim) -> (..., dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -167,8 +167,8 @@ class UnitNorm(nn.Module):
 class FeedForward(nn.Module):
     """A gated feed-forward (GEGLU, Shazeer 2020): (..., dim) -> (..., dim).
 
-    Its hidden width is 2/3 mult * dim, which has the weights of a plain one of mult * dim, up to a multiple of 8 (the
-    tensor cores' measure).
+    Its hidden width is 2/3 mult * dim, rounded up to a multiple of 8 for the tensor cores. So it has as many weights as
+    a feed-forward without gate of width mult * dim.
     """
 
     def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
@@ -185,10 +185,10 @@ class FeedForward(nn.Module):
 
 
 class PositionEncoder3d(nn.Conv3d):
-    """A position encoder (PEG, Chu et al. 2021): a depthwise convolution of 3 x 3 x 3, (B, t, h, w, dim) -> alike.
+    """A position encoder (PEG, Chu et al. 2021): a depthwise convolution of 3 x 3 x 3 over (B, t, h, w, dim).
 
-    The zeros about the clip tell tokens where they are. With `causal` all zeros of time lie before the first frame, so
-    that an output sees its own latent frame and the two before it.
+    The zeros around the clip tell tokens where they are. With `causal` all padding in time lies before the first frame:
+    an output depends on its own latent frame and the two before it.
     """
 
     def __init__(self, dim: int, causal: bool) -> None:
@@ -201,10 +201,10 @@ class PositionEncoder3d(nn.Conv3d):
 
 
 class PositionBias(nn.Module):
-    """A learned bias for each head from how far apart two tokens are, by an MLP: (heads, N, N) for any grid.
+    """A learned bias for each head from the distance of two tokens, by an MLP: (heads, N, N) for any grid.
 
     Distances along each axis are signed and logarithmic, sign(d) log(1 + |d|), as in Swin v2 (Liu et al. 2021). `axes`
-    is the number of sides of the grid. The MLP sees each difference of places once, not each pair of tokens.
+    is the number of axes of the grid. The MLP runs once for each difference of places, not for each pair of tokens.
     """
 
     def __init__(self, heads: int, dim: int, axes: int = 2) -> None:
@@ -215,20 +215,20 @@ class PositionBias(nn.Module):
     def forward(self, *sides: int) -> Tensor:
         """(heads, N, N), N the product of the sides, tokens in row-major order."""
         like = self.net[0].weight
-        apart = [torch.arange(1 - side, side, device=like.device) for side in sides]
-        grid = torch.stack(torch.meshgrid(*apart, indexing="ij"), dim=-1).flatten(0, -2).float()  # (differences, axes)
-        table = self.net((grid.sign() * grid.abs().log1p()).to(like.dtype))                       # (.., heads)
+        distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
+        grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)      # (differences, axes)
+        table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))               # (differences, heads)
         return F.embedding(_difference(sides, like.device), table).permute(2, 0, 1)
 
 
 def _difference(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """The number of the difference of places of each two tokens in the table of all differences: int64 (N, N)."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    """For each pair of tokens the row of their difference in the table of all differences: int64 (N, N)."""
+    row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     for side, place in zip(sides, places):
-        apart = place.flatten()[:, None] - place.flatten()[None]                                  # (N, N)
-        found = found * (2 * side - 1) + apart + side - 1
-    return found
+        distance = place.flatten()[:, None] - place.flatten()[None]                               # (N, N)
+        row = row * (2 * side - 1) + distance + side - 1
+    return row
 
 
 def alibi(heads: int, count: int, like: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ the query. Notation: B samples, L text tokens, N = L + 4 tokens, W = heads * dim
 T the text embedding, E a text encoding.
 
 Layout and state-dict names are those of diffusers' PriorTransformer, whose files load unchanged. Two kinds of weights
-are ours: null_text_* stand in for a text that is dropped, in the space of the inputs, so that they can be handed to
-diffusers' network as its inputs; self_cond_proj adds the previous prediction to the noisy image embedding.
+are added: null_text_* take the place of a dropped text among the inputs, so that diffusers' network takes them as its
+inputs, too; self_cond_proj adds the previous prediction to the noisy image embedding.
 """
 
 import torch
@@ -18,19 +18,19 @@ from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, timestep_features
 
 EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
-_HIDDEN = -10000.0                                # added to the scores of what a token may not see
+_HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
 
 
 class PriorTransformer(nn.Module):
     """Noisy image embeddings, timesteps and texts to a prediction.
 
     max_text_len        L; 0 conditions on the text embedding alone.
-    learns_null         whether there are null_text_embed and null_text_encodings, which `dropped` texts become.
+    learns_null         whether there are null_text_embed and null_text_encodings, which replace `dropped` texts.
     self_cond           whether the previous prediction is an input.
     norm_in             a LayerNorm before the first block.
     embedding_proj_norm a LayerNorm before the text embedding's projection.
-    dropout             share of values dropped behind attention and within the MLP.
-    recompute           keep no activations inside blocks, compute them again in backward.
+    dropout             share of values dropped after attention and within the MLP.
+    recompute           keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, image_embed_dim: int = 768, text_embed_dim: int = 768, text_encodings_dim: int = 768,
@@ -58,7 +58,7 @@ class PriorTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Positions, query and nulls only: all else belongs to the layers below."""
+        """Positions, query and null texts only: all other weights belong to submodules."""
         for table in (self.positional_embedding, self.prd_embedding, self.null_text_embed, self.null_text_encodings):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
@@ -68,9 +68,9 @@ class PriorTransformer(nn.Module):
                 self_cond: Tensor | None = None) -> Tensor:
         """(B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
 
-        text_mask  False where an encoding is padding, which no token sees. With None attention is not causal either:
-                   so behaves the published layout, and PriorSystem always gives a mask.
-        dropped    True where the null text takes the text's place.
+        text_mask  False where an encoding is padding, which no token sees. None: nothing is hidden, and attention is
+                   not causal either, as in the published network. PriorSystem always gives a mask.
+        dropped    True where the null text replaces the text.
         """
         dtype = self.proj_in.weight.dtype
         if dropped is not None:
@@ -93,7 +93,7 @@ class PriorTransformer(nn.Module):
             tokens = self.norm_in(tokens)
         mask = self._mask(text_mask, tokens)
         for block in self.transformer_blocks:
-            if self.recompute and torch.is_grad_enabled():               # dropout must draw the same mask again
+            if self.recompute and torch.is_grad_enabled():               # the second pass draws the same dropout mask
                 tokens = checkpoint(block, tokens, mask, use_reentrant=False)
             else:
                 tokens = block(tokens, mask)
@@ -125,7 +125,7 @@ class PriorBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with maps of their own, as the published names have it: (B, N, W) -> (B, N, W)."""
+    """Multi-head self-attention; query, key and value have a layer each, as published: (B, N, W) -> (B, N, W)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers about an exact GELU, four times as wide between them."""
+    """Two linear layers with an exact GELU between them, where it is four times as wide."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""A trained prior as a folder for diffusers: its PriorTransformer, scheduler and our null text. See dstrain/export.py.
+"""A trained prior as a folder for diffusers: PriorTransformer, scheduler and null text. See dstrain/export.py.
 
-    prior/                    PriorTransformer.from_pretrained(OUT / "prior"); clip_mean and clip_std bring what a chain
-                              ends with back to embeddings (post_process_latents)
+    prior/                    PriorTransformer.from_pretrained(OUT / "prior"); its post_process_latents turns the end of
+                              a chain into embeddings by clip_mean and clip_std
     scheduler/                UnCLIPScheduler for cosine and x_start or eps, else DDPMScheduler
     prior/null_text.safetensors
-                              null_text_embed, null_text_encodings: the inputs of the unguided half, with a text mask
-                              that is True everywhere (a pipeline would take the encodings of "" there)
+                              null_text_embed, null_text_encodings: the inputs of the unconditional half of guidance,
+                              with a text mask that is True everywhere (a pipeline would take the encodings of "")
 
-With normalize_embeds text_embed must be given at unit length, which neither the network nor a pipeline brings it to.
+With normalize_embeds the user must give text_embed at unit length: neither network nor pipeline normalizes it.
 init_from takes the folder or its prior/, with the null text.
 
 Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
@@ -23,14 +23,14 @@ from torch import nn
 
 from dstrain import rng
 from dstrain.diffusion.published import PREDICTIONS
-from dstrain.nn.measures import apart
+from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
 from dstrain.systems.prior.system import PriorSystem
 
-_NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not bring it there"
+_NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not normalize it"
 _CODE = """\
 from diffusers import PriorTransformer
 prior = PriorTransformer.from_pretrained("OUT/prior")
@@ -45,14 +45,14 @@ def about(system: PriorSystem) -> tuple[str, str, str]:
 
 def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
-    """Writes the folder; `statistics` are an autoencoder's, a prior has no `classes`.
+    """Writes the folder; `statistics` and `classes` are for other systems.
 
-    ConfigError: what diffusers' layout cannot express.
+    ConfigError: a field of the model that diffusers' network cannot express.
     """
     from diffusers import PriorTransformer
 
     config = system.config
-    _require(config)
+    _require_expressible(config)
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
@@ -67,26 +67,26 @@ def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
 
 @torch.no_grad()
 def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Of predictions with and (where it is learned) without text, at timesteps over the whole chain."""
+    """Relative errors of predictions with and (if trained) without text, at timesteps over the whole chain."""
     from diffusers import PriorTransformer
 
     device, count = example["x_start"].device, len(example["x_start"])
-    theirs = PriorTransformer.from_pretrained(folder / "prior", low_cpu_mem_usage=False).to(device).eval()
+    exported = PriorTransformer.from_pretrained(folder / "prior", low_cpu_mem_usage=False).to(device).eval()
     t = torch.linspace(0, system.config.timesteps - 1, count, device=device).long()
     x_t = system.diffusion.q_sample(example["x_start"], t, rng.normal(example["key"], "noise", system.shape))
-    said = system.said(example, torch.zeros(count, dtype=torch.bool, device=device))
-    texts = (said["text_embed"], said.get("text_encodings"), said["text_mask"])
-    found = {"with text": apart(theirs(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **said))}
-    if "dropped" in said:
+    inputs = system.network_inputs(example, torch.zeros(count, dtype=torch.bool, device=device))
+    texts = (inputs["text_embed"], inputs.get("text_encodings"), inputs["text_mask"])
+    results = {"with text": relative_error(exported(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **inputs))}
+    if "dropped" in inputs:
         null = {name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
                 for name, value in load_file(folder / _NULL).items()}
-        texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(said["text_mask"]))
-        ours = nets["denoiser"](x_t, t, **said | {"dropped": ~said["dropped"]})
-        found["without text"] = apart(theirs(x_t, t, *texts)[0], ours)
-    return found
+        texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(inputs["text_mask"]))
+        truth = nets["denoiser"](x_t, t, **inputs | {"dropped": ~inputs["dropped"]})
+        results["without text"] = relative_error(exported(x_t, t, *texts)[0], truth)
+    return results
 
 
-def _require(config: Config) -> None:
+def _require_expressible(config: Config) -> None:
     if config.self_cond:
         raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
                           "models without self_cond are exported there; take --format safetensors")

@@ -1,6 +1,5 @@
-"""Fitting published priors: their statistics of image embeddings, and the weights that they do not have."""
+"""Fits published priors: their statistics of image embeddings, and the weights that they lack."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ _REMEDIES = (
 
 
 def statistics(config: Config) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation float32 (D,) that embeddings are brought to 0 and 1 by; a scale is 1 / deviation.
+    """Mean and standard deviation float32 (D,) by which embeddings are normalized; a scale is 1 / deviation.
 
     ConfigError: image_embed_stats cannot be read, or is of another width.
     """
@@ -37,71 +36,63 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
         return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim ** 0.5))
     path = Path(config.image_embed_stats)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as content:
-                found |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
-                          if name in ("clip_mean", "clip_std")}
+                values |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
+                           if name in ("clip_mean", "clip_std")}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
     for name in ("clip_mean", "clip_std"):
-        if name not in found:
+        if name not in values:
             raise ConfigError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
                               "clip_std, such as that of a diffusers prior")
-        if len(found[name]) != dim:
-            raise ConfigError(f"image_embed_stats: {name} in {path} is {len(found[name])} wide, image_embed_dim is "
+        if len(values[name]) != dim:
+            raise ConfigError(f"image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is "
                               f"{dim}")
-    if not bool((found["clip_std"] > 0).all()):
+    if not bool((values["clip_std"] > 0).all()):
         raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave "
                           "image_embed_stats out")
-    return found["clip_mean"], found["clip_std"]
+    return values["clip_mean"], values["clip_std"]
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
           std: Tensor) -> tuple[dict[str, Tensor], list[str]]:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
-    clip_mean and clip_std are left out, since they are the recipe's; they must agree with `mean` and `std` (D,). Null
-    texts and the map of the previous prediction, which published files lack, begin at 0.
-    Raises ConfigError at the first other difference, with both sides and the remedy.
+    clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
+    texts and the layer of the previous prediction, which published files lack, start at 0.
+    ConfigError: the first other difference, with both sides and the remedy.
     """
-    wanted = fitting.shapes_of(network)
+    shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    theirs = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
-    if theirs[1] is not None and bool(theirs[1].any()):
-        same = [torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5) if a.numel() == len(b) else False
-                for a, b in zip(theirs, (mean, std))]
-        if not all(same):
+    held = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
+    if held[1] is not None and bool(held[1].any()):
+        if not all(a.numel() == len(b) and torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5)
+                   for a, b in zip(held, (mean, std))):
             raise ConfigError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
                               "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
                               "it was made with")
         notes.append("clip_mean, clip_std: as in the recipe")
-    elif theirs[1] is not None:
+    elif held[1] is not None:
         notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
-    for name in wanted.keys() - state.keys():
+    for name in shapes.keys() - state.keys():
         if name.startswith(("null_text_", "self_cond_proj")):
-            state[name] = torch.zeros(wanted[name])
+            state[name] = torch.zeros(shapes[name])
             notes.append(f"{name}: absent in the file, begins at 0" + (
                 "; guide samples only after training with dropped texts" if name.startswith("null") else ""))
-    fitting.require_fit(state, wanted, sorted(wanted.keys() | state.keys(), key=_natural), _REMEDIES)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, sorted(notes)
 
 
-def require_same(said: Mapping[str, Any], config: Config) -> None:
-    """Whether a config.json of diffusers is of this network as far as weights do not show it.
-
-    ConfigError: the first difference.
-    """
-    if said.get("_class_name") != "PriorTransformer":
-        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system prior takes a "
-                          "PriorTransformer")
-    for name, ours, usual in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
-        if said.get(name, usual) != getattr(config, ours):
-            raise ConfigError(f"weights: {name} is {said.get(name, usual)} in config.json, model.{ours} is "
-                              f"{getattr(config, ours)}; set it to what the file was made with")
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
+def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
+    """ConfigError: a config.json of diffusers differs from the recipe in what the weights' shapes do not show."""
+    if diffusers_config.get("_class_name") != "PriorTransformer":
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system prior takes "
+                          "a PriorTransformer")
+    for name, field, default in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
+        value = diffusers_config.get(name, default)
+        if value != getattr(config, field):
+            raise ConfigError(f"weights: {name} is {value} in config.json, model.{field} is {getattr(config, field)}; "
+                              "set it to what the file was made with")

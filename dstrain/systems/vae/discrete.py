@@ -17,7 +17,7 @@ Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Relaxed(NamedTuple):
-    """What a loss reads of one pass."""
+    """What one pass gives to the loss."""
 
     out: Tensor                                   # the decoder's output, (B, C or 2C, H, W)
     target: Tensor                                # the normalized image, (B, C, H, W)
@@ -39,7 +39,7 @@ class DiscreteVAE(nn.Module):
         if image_size % 2 ** num_layers:
             raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2 ** num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
-        self.normalize = Normalize(*(normalization or usual(channels)))
+        self.normalize = Normalize(*(normalization or default_normalization(channels)))
         self.codebook = Codebook(num_tokens, codebook_dim)
         widths = [channels, *[hidden_dim] * num_layers]
         down = [Down(before, after) for before, after in zip(widths, widths[1:])]
@@ -52,14 +52,14 @@ class DiscreteVAE(nn.Module):
                                      nn.Conv2d(hidden_dim, channels * (1 + logit_laplace), 1))
 
     def forward(self, x: Tensor, noise: Tensor, temperature: Tensor) -> Relaxed:
-        """One relaxed pass over images in [0, 1], with Gumbel noise (B, K, h, w) and a temperature for each sample."""
+        """A relaxed pass: images in [0, 1], Gumbel noise (B, K, h, w), temperatures (B,)."""
         target = self.normalize(x)
         logits = self._logits(target)                                                             # (B, K, h, w)
         tokens = relax(logits, noise, temperature, self.sampling)
         return Relaxed(wide(self.decoder(self.codebook(tokens))), target, logits)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The likeliest tokens: images in [0, 1], (B, C, H, W) -> int64 (B, h, w)."""
+        """The likeliest tokens of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
         return self._logits(self.normalize(x)).argmax(1)
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class DiscreteVAE(nn.Module):
 
 
 class Normalize(nn.Module):
-    """Per channel (x - mean) / std; no part of a state dict, since the recipe holds it."""
+    """(x - mean) / std by channel. Means and stds belong to the recipe, not to the state dict."""
 
     def __init__(self, means: tuple[float, ...], stds: tuple[float, ...]) -> None:
         super().__init__()
@@ -99,20 +99,20 @@ class Normalize(nn.Module):
         return x * self.stds + self.means
 
 
-def usual(channels: int) -> Normalization:
+def default_normalization(channels: int) -> Normalization:
     """Colours to [-1, 1]; alpha stays in [0, 1]."""
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 
 
 class Down(nn.Sequential):
-    """Half the side."""
+    """Halves the side."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(nn.Conv2d(in_channels, out_channels, 4, stride=2, padding=1), nn.ReLU())
 
 
 class Up(nn.Sequential):
-    """Twice the side."""
+    """Doubles the side."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(nn.ConvTranspose2d(in_channels, out_channels, 4, stride=2, padding=1), nn.ReLU())

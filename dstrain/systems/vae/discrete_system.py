@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import codebook_usage, histogram
+from dstrain.nn.measures import codebook_usage, histogram, likeness
 from dstrain.nn.quantize import gumbel, kl_to_uniform
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, usual
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, default_normalization
 from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
-from dstrain.systems.vae.system import AutoencoderSystem, likeness
+from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class DiscreteSystem(AutoencoderSystem):
@@ -113,7 +113,7 @@ class DiscreteSystem(AutoencoderSystem):
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,
-            "normalization": self.discrete.normalization or usual(self.config.channels)}
+            "normalization": self.discrete.normalization or default_normalization(self.config.channels)}
         return architecture, nets["autoencoder"].state_dict()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:

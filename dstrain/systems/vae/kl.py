@@ -1,8 +1,8 @@
 """The KL autoencoder's network: diffusers' AutoencoderKL in one forward pass.
 
-Its encoder, decoder and the convolutions between them stand here under their own names, so that the state dict is that
-of an AutoencoderKL, in both directions, without a renamed key. What is left out is diffusers' forward (which draws from
-torch's generator), tiling and slicing. Images are float in [-1, 1]; B samples, c latent channels, h = H / factor.
+Its encoder, decoder and the convolutions between them keep their names, so that the state dict is that of an
+AutoencoderKL. diffusers' own forward pass (which draws from torch's generator), tiling and slicing are not used. Images
+are float in [-1, 1]; B samples, c latent channels, h = H / factor.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _LOG_VARIANCE = (-30.0, 20.0)                     # limits of diffusers' posteri
 
 
 class Pass(NamedTuple):
-    """What a loss reads of one pass."""
+    """What one pass gives to the loss."""
 
     picture: Tensor                               # (B, C, H, W)
     mean: Tensor                                  # of the posterior, (B, c, h, w)
@@ -27,20 +27,20 @@ class KLAutoencoder(nn.Module):
     def __init__(self, channels: int, block_out_channels: tuple[int, ...], layers_per_block: int, latent_channels: int,
                  norm_num_groups: int, quant_conv: bool, mid_block_add_attention: bool) -> None:
         super().__init__()
-        from diffusers import AutoencoderKL       # slow to import, and only users of this network need it
+        from diffusers import AutoencoderKL       # slow to import, and only this network needs it
 
-        stages = len(block_out_channels)
+        levels = len(block_out_channels)
         whole = AutoencoderKL(
-            in_channels=channels, out_channels=channels, down_block_types=("DownEncoderBlock2D",) * stages,
-            up_block_types=("UpDecoderBlock2D",) * stages, block_out_channels=block_out_channels,
+            in_channels=channels, out_channels=channels, down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels, block_out_channels=block_out_channels,
             layers_per_block=layers_per_block, latent_channels=latent_channels, norm_num_groups=norm_num_groups,
             use_quant_conv=quant_conv, use_post_quant_conv=quant_conv, mid_block_add_attention=mid_block_add_attention)
-        self.config = whole.config                # what diffusers would save beside the weights
+        self.config = whole.config                # what diffusers saves beside the weights
         self.encoder, self.decoder = whole.encoder, whole.decoder
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
     def forward(self, x: Tensor, noise: Tensor) -> Pass:
-        """Images and standard normal noise of the latents' shape."""
+        """(B, C, H, W), and standard normal noise (B, c, h, w)."""
         mean, log_variance = self.encode(x)
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
@@ -53,7 +53,7 @@ class KLAutoencoder(nn.Module):
         return mean, log_variance.clamp(*_LOG_VARIANCE)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images, about in [-1, 1]: latents as encoded, not scaled, (B, c, h, w) -> float32 (B, C, H, W)."""
+        """Images, about in [-1, 1], of unscaled latents: (B, c, h, w) -> float32 (B, C, H, W)."""
         latents = latents.to(self.decoder.conv_in.weight.dtype)
         if self.post_quant_conv is not None:
             latents = self.post_quant_conv(latents)

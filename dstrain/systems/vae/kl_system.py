@@ -18,12 +18,13 @@ from dstrain import rng
 from dstrain.encoders.autoencoder import identity
 from dstrain.nn import adversarial
 from dstrain.nn.adversarial import PatchDiscriminator
+from dstrain.nn.measures import likeness
 from dstrain.nn.perceptual import Perceptual
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
 from dstrain.systems.vae.kl import KLAutoencoder, Pass
-from dstrain.systems.vae.system import AutoencoderSystem, likeness
+from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class KLSystem(AutoencoderSystem):
@@ -85,9 +86,7 @@ class KLSystem(AutoencoderSystem):
         terms["critique"] = -nets["discriminator"](picture).flatten(1).mean(1)
         of_distance = adversarial.gradient(self._sum(terms), picture)
         of_critique = adversarial.gradient(terms["critique"], picture)
-        # LDM balances sums over the values of an image; all of ours is that, divided by their number.
-        weight = adversarial.balance(self.values * of_distance, of_critique)
-        weight = self.kl.discriminator.weight / self.values * weight
+        weight = adversarial.critique_weight(of_distance, of_critique, self.kl.discriminator.weight, self.values)
         pull = of_distance + weight.view(-1, 1, 1, 1) * of_critique
         descended = (passed.picture * pull).flatten(1).sum(1) + self._kl_share(terms["kl"])
         terms = {name: term.detach() for name, term in terms.items()} | {"critique_weight": weight}

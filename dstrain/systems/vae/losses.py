@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 0.1
-# Below this scale the density would be finer than the 256 levels of a pixel, and grow without bound on flat areas.
+# A smaller scale would be finer than the 256 levels of a pixel; the density of flat areas would grow without bound.
 LEAST_LOG_SCALE = -6.0
 
 
@@ -28,7 +28,7 @@ def smooth_l1(picture: Tensor, truth: Tensor) -> Tensor:
 
 
 def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
-    """Negative log-density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W) -> (B,)."""
+    """Negative log density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W) -> (B,)."""
     mean, log_scale = out.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
     y = (1 - 2 * EPS) * truth + EPS
@@ -37,5 +37,5 @@ def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def from_logit_laplace(out: Tensor) -> Tensor:
-    """Pixels in [0, 1] of the medians: (B, 2C, H, W) -> (B, C, H, W)."""
+    """The medians as pixels in [0, 1]: (B, 2C, H, W) -> (B, C, H, W)."""
     return ((out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Temperature and KL weight as functions of the step, for a whole batch at once and without a look at the device."""
+"""Temperature and KL weight as functions of the step, for a whole batch at once. The host reads no value."""
 
 import math
 
@@ -13,8 +13,8 @@ _INTERVAL = 100                                   # steps between two updates of
 def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
     """The temperature at each optimizer step: int64 (B,) -> float32 (B,).
 
-    legacy has a closed form: after the updates at steps 0, 100, ..., 100 n, each of which multiplied by
-    exp(-rate * step), the exponents have added up to rate * 100 * n (n + 1) / 2. The update of a step follows it.
+    legacy has a closed form. Each update, at steps 0, 100, ..., 100 n, multiplies by exp(-rate * step), so that the
+    exponents add up to -rate * 100 * n (n + 1) / 2. The update at a step takes effect from the next step on.
     """
     progress = (step.double() / schedule.steps).clamp(max=1)
     start, minimum = schedule.start, schedule.minimum
@@ -31,11 +31,11 @@ def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
 
 
 def final_temperature(schedule: Temperature) -> float:
-    """Where the schedule ends: that of held-out data, so that their figures can be compared between steps."""
+    """Where the schedule ends. Held-out data always use it, so that their figures can be compared between steps."""
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
 def weight_at(weight: float, warmup: int, step: Tensor) -> Tensor:
     """A weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) -> float32 (B,)."""
-    return (weight * (step.double() / max(warmup, 1)).clamp(max=1) if warmup else torch.full_like(step.double(), weight)
-            ).float()
+    progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
+    return (weight * progress).float()

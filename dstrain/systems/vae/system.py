@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.nn.fitting import Remedies
-from dstrain.nn.measures import psnr, ssim
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
-from dstrain.systems.base import Batch, Example, Nets, System, Terms
+from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
 
@@ -36,16 +36,13 @@ class AutoencoderSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1]. ConfigError: images of another shape than the model's."""
-        shape = tuple(batch["image"].shape[1:])
-        if shape != self.config.shape:
-            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {shape}; change the one or the other")
+        require_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """reconstruction: of each sample, side by side on one scale, the original and what the network makes of it."""
         shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
-        return {"reconstruction": ((shown + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)}
+        return {"reconstruction": to_uint8(shown)}
 
     @abstractmethod
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
@@ -58,11 +55,11 @@ class AutoencoderSystem(System):
         return weights.adapt(state, network, self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor],
-                       config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        """The names are ours already."""
+                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Names stay as they are."""
         with torch.device("meta"):
             network = self.networks()["autoencoder"]
-        weights.require_same(config, getattr(network, "config", {}))
+        weights.require_same(diffusers_config, getattr(network, "config", {}))
         return state, []
 
     def synthetic(self, batch_size: int) -> Batch:
@@ -71,9 +68,3 @@ class AutoencoderSystem(System):
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)
         return {"key": key, "position": positions, "image": image}
-
-
-def likeness(picture: Tensor, truth: Tensor) -> Terms:
-    """psnr in dB and ssim by sample, of pictures in [-1, 1], clamped to it."""
-    picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
-    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}

@@ -1,15 +1,15 @@
-"""A trained KL autoencoder as diffusers' AutoencoderKL: the weights keep their names, so that nothing is converted.
+"""A trained KL autoencoder as diffusers' AutoencoderKL. Its weights keep their names.
 
 What every system's to_diffusers.py offers to dstrain/export.py:
 
-    about(system)                              what it becomes, what whoever loads it has to know ("": nothing), and
-                                               lines of Python that load it from "OUT"
+    about(system)                              the class in diffusers, notes for its user ("": none), and Python code
+                                               that loads it from "OUT"
     save(system, nets, folder, statistics, classes)
-                                               writes what diffusers loads; ConfigError: it cannot be expressed, and why
-    errors(system, nets, folder, example)      what diffusers makes of it, read again, against the trained networks: the
-                                               largest relative difference by name
-    TOLERATED                                  the largest difference that is kept, by name, where it is another than
-                                               export.py's
+                                               writes what diffusers loads; ConfigError: what diffusers cannot express
+    errors(system, nets, folder, example)      the largest relative errors, by name, of what diffusers reads from the
+                                               folder against the trained networks
+    TOLERATED                                  the largest errors, by name, with which the folder is kept; optional,
+                                               export.py has a default
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
-from dstrain.nn.measures import apart
+from dstrain.nn.measures import relative_error
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
@@ -38,9 +38,7 @@ def about(system: AutoencoderSystem) -> tuple[str, str, str]:
 
 def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]], classes: Callable[[], Sequence[str]] = tuple) -> None:
-    """A folder with config.json and weights; `statistics` gives scaling_factor, 1 / std of the latents. It has no place
-    for the names of `classes`.
-    """
+    """Writes config.json and weights. `statistics` gives scaling_factor, 1 / std of latents; `classes` are unused."""
     from diffusers import AutoencoderKL
 
     if not isinstance(system, KLSystem):
@@ -57,13 +55,16 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
 
 @torch.no_grad()
 def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Of the posterior's mean and deviation, and of the decoded mean. ConfigError: the weights have other bits."""
+    """Relative errors of the posterior's mean and deviation, and of the decoded mean.
+
+    ConfigError: the weights in the folder are not bit for bit the trained ones.
+    """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
-    ours, theirs = fingerprint(*system.identity(nets)), read.fingerprint()
-    if ours != theirs:
-        raise ConfigError(f"{folder} was read back as the first stage {theirs}, the trained one is {ours}")
+    trained, exported = fingerprint(*system.identity(nets)), read.fingerprint()
+    if trained != exported:
+        raise ConfigError(f"{folder} was read back as the first stage {exported}, the trained one is {trained}")
     codes = system.codes(nets, example)
     mean, std = posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
-    return {"mean": apart(mean, codes["latent_mean"]), "std": apart(std, codes["latent_std"]),
-            "decoded": apart(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
+    return {"mean": relative_error(mean, codes["latent_mean"]), "std": relative_error(std, codes["latent_std"]),
+            "decoded": relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}

@@ -1,4 +1,4 @@
-"""Fitting files of the original trainers to our networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
+"""Fits files of the original trainers to the networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
 
 import re
 from collections.abc import Mapping
@@ -12,15 +12,14 @@ from dstrain.recipe import ConfigError
 _CLASS = "AutoencoderKL"
 _PART = "vae."                                    # of a DALL-E checkpoint, whose other entries are the transformer's
 
-# What diffusers called the attention of older files, Stable Diffusion's among them.
+# Layers of attention: name in older files of diffusers, Stable Diffusion's among them -> name.
 _ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
-    Raises ConfigError at the first other difference, with both shapes and the remedy, and for files whose weights are
-    elsewhere.
+    ConfigError: the first other difference, with both shapes and the remedy; placeholders in place of weights.
     """
     shapes, notes = shapes_of(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -30,9 +29,9 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
     state = {_renamed(name): tensor for name, tensor in state.items()}
     other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
     if len(other_kind) == 2:
-        theirs, ours = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
-        raise ConfigError(f"weights: the file is of a {theirs} autoencoder, the model is model.{ours}: give "
-                          f"model.{theirs} instead")
+        in_file, in_recipe = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
+        raise ConfigError(f"weights: the file is of a {in_file} autoencoder, the model is model.{in_recipe}: give "
+                          f"model.{in_file} instead")
     differing = [name for name, tensor in state.items() if name in shapes and tuple(tensor.shape) != shapes[name]]
     empty = differing and all(tuple(state[name].shape) in ((0,), (1,)) for name in differing)
     for name, tensor in state.items():
@@ -47,18 +46,20 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
     return state, notes
 
 
-def require_same(said: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Whether a config.json of diffusers is of this network as far as weights do not show it; `config`: its own.
+def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
+    """ConfigError: a config.json of diffusers differs from that of the network in what the weights' shapes do not show.
 
-    ConfigError: the first difference.
+    network_config is empty where the network is none of diffusers'; then only the class is compared.
     """
-    if said.get("_class_name") != _CLASS:
-        raise ConfigError(f"weights: config.json is of class {said.get('_class_name')}, system vae takes an {_CLASS}")
-    for name, usual, remedy in (("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
-                                ("act_fn", "silu", "this network has no other")):
-        if config and said.get(name, usual) != config[name]:
-            raise ConfigError(f"weights: {name} is {said.get(name, usual)} in config.json and {config[name]} in the "
-                              f"network; {remedy}")
+    if diffusers_config.get("_class_name") != _CLASS:
+        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system vae takes "
+                          f"an {_CLASS}")
+    for name, default, remedy in (("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
+                                  ("act_fn", "silu", "this network has no other")):
+        value = diffusers_config.get(name, default)
+        if network_config and value != network_config[name]:
+            raise ConfigError(f"weights: {name} is {value} in config.json and {network_config[name]} in the network; "
+                              f"{remedy}")
 
 
 def _renamed(name: str) -> str:

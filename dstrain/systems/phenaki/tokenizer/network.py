@@ -1,13 +1,13 @@
 """C-ViViT, the tokenizer of Villegas et al. 2022 (Phenaki, section 2.1): clips of any length to tokens and back.
 
-The first frame has patches of its own, so that an image is a clip of one frame; later ones are taken p at a time. A
-spatial transformer looks about within a latent frame, a temporal one back along a place. The decoder mirrors it.
-Nothing in either half depends on later latent frames: the tokens and pictures of a clip's beginning are those of the
-whole clip, those of a clip that is padded at its end are the clip's alone, and keys need no mask for that.
+The first frame is a latent frame of its own, so that an image is a clip of one frame; later frames are taken p at a
+time. A spatial transformer attends within a latent frame, a temporal one to earlier latent frames at the same place.
+The decoder mirrors this. Neither half depends on later latent frames. So the beginning of a clip has the same tokens
+and pictures as in the whole clip, and padding at the end changes nothing: attention needs no mask for it.
 
 Notation: B clips, T = 1 + k p frames of C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid is
-t = 1 + k latent frames of h x w places; D = dim. Of phenaki-pytorch the LayerNorm on a patch's pixels is left out: it
-took away how bright a patch is.
+t = 1 + k latent frames of h x w places; D = dim. phenaki-pytorch's LayerNorm on the pixels of a patch is left out: it
+removes the brightness of a patch.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ QUANTIZERS = ("lookup_free", "cosine")
 
 
 class Pass(NamedTuple):
-    """What a loss reads of one pass; the terms are means over a clip's real tokens, see nn/lookup_free.Quantized."""
+    """What one pass gives to the loss; terms are means over a clip's real tokens, see nn/lookup_free.Quantized."""
 
-    video: Tensor                                 # (B, T, C, H, W); what padding became is left as it is
+    video: Tensor                                 # (B, T, C, H, W); padded frames hold anything
     tokens: Tensor                                # int64 (B, t, h, w)
     commitment: Tensor                            # (B,)
     codebook: Tensor                              # (B,)
@@ -42,7 +42,7 @@ class CViViT(nn.Module):
     spatial_depth   blocks of the spatial transformer, in encoder and decoder each; temporal_depth alike.
     quantizer       lookup_free or cosine, see nn/lookup_free; codebook_dim is the width of a cosine entry and
                     inv_temperature the sharpness of the lookup-free p(c|z).
-    recompute       keep no activations inside blocks, compute them again in backward.
+    recompute       keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, dim: int = 512, codebook_size: int = 8192, image_size: int | tuple[int, int] = 128,
@@ -73,15 +73,15 @@ class CViViT(nn.Module):
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
-        """(B, T, C, H, W), and how many frames of each are real, int64 (B,)."""
+        """(B, T, C, H, W), and the number of real frames of each clip, int64 (B,)."""
         bias = self.spatial_rel_pos_bias(*self.grid)                                              # (heads, hw, hw)
         x = self._encode(video, frames, bias)
         real = real_frames(frames, self.temporal_patch_size, x.shape[1])
-        found: Quantized = self.vq(x, real[:, :, None, None].expand(x.shape[:-1]).float())
-        return Pass(self._decode(found.x, bias), found.tokens, *found[2:])
+        quantized: Quantized = self.vq(x, real[:, :, None, None].expand(x.shape[:-1]).float())
+        return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
-        """(B, T, C, H, W), int64 (B,) or None, all frames real -> tokens int64 (B, t, h, w)."""
+        """(B, T, C, H, W), int64 (B,) or None if all frames are real -> tokens int64 (B, t, h, w)."""
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
         return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
@@ -94,8 +94,8 @@ class CViViT(nn.Module):
         """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
         shown = covered(frames, self.temporal_patch_size)[:, None] > torch.arange(video.shape[1], device=video.device)
-        video = torch.where(shown[:, :, None, None, None], video, 0.0)                   # whatever padding holds
-        # Where there is one frame alone the second embedding gets none, and its weights gradients that are 0.
+        video = torch.where(shown[:, :, None, None, None], video, 0.0)                   # padding may hold NaN
+        # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
         later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
         x = torch.cat((first, later), dim=1)                                                      # (B, t, h, w, D)
@@ -110,20 +110,20 @@ class CViViT(nn.Module):
         later = self._pixels(self.to_pixels(x[:, 1:]), self.temporal_patch_size)
         return wide(torch.cat((first, later), dim=1))
 
-    def _patches(self, video: Tensor, deep: int) -> Tensor:
-        """(B, t deep, C, H, W) -> (B, t, h, w, deep C s s), s = patch_size."""
+    def _patches(self, video: Tensor, length: int) -> Tensor:
+        """(B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
-        x = video.reshape(batch, count // deep, deep, channels, h, s, w, s)
+        x = video.reshape(batch, count // length, length, channels, h, s, w, s)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
-    def _pixels(self, x: Tensor, deep: int) -> Tensor:
-        """What `_patches` made into patches, back."""
+    def _pixels(self, x: Tensor, length: int) -> Tensor:
+        """The inverse of `_patches`."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
-        channels = x.shape[-1] // (deep * s * s)
-        x = x.reshape(batch, count, h, w, deep, channels, s, s)
-        return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * deep, channels, h * s, w * s)
+        channels = x.shape[-1] // (length * s * s)
+        x = x.reshape(batch, count, h, w, length, channels, s, s)
+        return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
 
 
 def latent_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
@@ -132,10 +132,10 @@ def latent_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
 
 
 def real_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Which of `count` latent frames are whole and hold no padding: int64 (B,) -> bool (B, count)."""
+    """Which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
     return torch.arange(count, device=frames.device) < latent_frames(frames, temporal_patch_size)[:, None]
 
 
 def covered(frames: Tensor, temporal_patch_size: int) -> Tensor:
-    """How many frames whole latent frames stand for; a rest that fills none is padding: int64 (B,) -> (B,)."""
+    """How many frames lie in whole latent frames; the rest counts as padding: int64 (B,) -> (B,)."""
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)

@@ -22,8 +22,9 @@ from dstrain.nn import adversarial
 from dstrain.nn.adversarial import PatchDiscriminator
 from dstrain.nn.fitting import require_fit, shapes_of
 from dstrain.nn.lookup_free import Usage, bits_of
-from dstrain.nn.measures import codebook_usage, histogram, psnr, ssim
+from dstrain.nn.measures import codebook_usage, histogram, likeness
 from dstrain.nn.perceptual import Perceptual
+from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
@@ -75,10 +76,8 @@ class TokenizerSystem(System):
         """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
-        shape, p = tuple(video.shape[2:]), self.config.temporal_patch_size
-        if shape != self.config.shape:
-            raise ConfigError(f"data: the model takes {self.config.shape} (channels, height, width) by channels and "
-                              f"image_size, the data give {shape}; change the one or the other")
+        require_shape(video, self.config.shape, "channels")
+        p = self.config.temporal_patch_size
         if (video.shape[1] - 1) % p:
             raise ConfigError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
                               f"take {video.shape[1] - (video.shape[1] - 1) % p}")
@@ -128,10 +127,9 @@ class TokenizerSystem(System):
         terms["critique"] = -nets["discriminator"](frame).flatten(1).mean(1)
         of_critique = adversarial.gradient(terms["critique"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then weigh by 1 / their number.
-        # LDM balances sums over the values of an image; all of ours is that, divided by their number.
         count = covered(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
-        weight = adversarial.balance(self.values * (count * _frame(of_recon, place) + of_frame), of_critique)
-        weight = config.discriminator.weight / self.values * weight
+        of_mean = count * _frame(of_recon, place) + of_frame
+        weight = adversarial.critique_weight(of_mean, of_critique, config.discriminator.weight, self.values)
         of_frame = of_frame + weight.view(-1, 1, 1, 1) * of_critique
         pull = of_recon.index_put((torch.arange(len(place), device=place.device), place), of_frame, accumulate=True)
         example["reconstruction"] = frame.detach()
@@ -223,12 +221,11 @@ class TokenizerSystem(System):
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._of_codes(passed) | self._distances(passed.video, example)
         shown = self._shown(example)
-        video, truth = ((x.clamp(-1, 1) + 1).flatten(0, 1) / 2 for x in (passed.video, example["x_start"]))
-        likeness = {name: _mean(measure(video, truth).view(shown.shape), shown)
-                    for name, measure in (("psnr", psnr), ("ssim", ssim))}
+        by_frame = likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
+        by_clip = {name: _mean(values.view(shown.shape), shown) for name, values in by_frame.items()}
         real = real_frames(example["frames"], self.temporal_patch_size, passed.tokens.shape[1])   # (B, t)
         usage = histogram(passed.tokens, self.codebook_size, real[:, :, None, None].expand_as(passed.tokens))
-        return terms | {"loss": self._distance(terms) + self._coding(terms)} | likeness | {"usage": usage}
+        return terms | {"loss": self._distance(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
@@ -246,7 +243,7 @@ class TokenizerSystem(System):
         last = covered(example["frames"], self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)                           # (B, T)
         shown = torch.cat((x, video), dim=4)[torch.arange(len(x), device=x.device)[:, None], place]
-        shown = ((shown + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        shown = to_uint8(shown)
         return {"reconstruction": shown if x.shape[1] > 1 else shown[:, 0]}
 
     # ------------------------------------------------------------------------------------------------------------ facts
