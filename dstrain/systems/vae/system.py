@@ -14,7 +14,6 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.nn.fitting import Remedies
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
