@@ -17,10 +17,12 @@ What sharding asks of a system:
   DeepSpeed engine, or to a bare module where samples are drawn.
 - It draws all randomness from `example["key"]`, by dstrain.rng. So noise belongs to a sample and not to a rank.
 - A loss is a mean over samples. No term of a sample depends on another sample.
-- Weights are initialized in `reset_parameters` of the module that owns them, or by the constructors around it. Where
-  each module sets all its own weights in `reset_parameters`, and nothing changes them afterwards, they are a function
-  of (seed, name), and ZeRO-3 never holds a whole network on one rank. Otherwise they are what torch.manual_seed(seed)
-  and networks() give in plain torch, and every rank builds the networks whole at the start.
+- Constructors may set weights in any way, those of their children too (`nn.init.zeros_(self.out.weight)`,
+  `self.apply(init)`). Training then starts from exactly `torch.manual_seed(run.seed); networks()` of plain torch, at
+  every stage; at stage 3 every rank first builds the networks whole, and the log says so. For a large network let each
+  module that owns weights or buffers set all of them in its `reset_parameters(self)`, called in its constructor, and
+  let nobody change them afterwards, as torch's own layers and nn/layers.py do: ZeRO-3 then builds it in pieces, and
+  the weights are a function of (seed, name). Set what `reset_parameters` reads before it is called.
 - A problem that a user can mend is raised as ConfigError, with the field and the remedy. Any other exception is a bug
   and shows its traceback.
 """
