@@ -59,7 +59,7 @@ def same_data(known: str, fingerprint: str) -> bool:
 def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
     """Locks the folder against a second run for as long as the returned file is open; on rank 0 only.
 
-    Ranks of an earlier command may still be saving, so a lock of theirs is waited for. ConfigError: it is still held
+    Ranks of an earlier command may still be saving, so their lock is waited for. ConfigError: it is still held
     after `patience` seconds; `busy` replaces the message.
     """
     end = time.monotonic() + patience
