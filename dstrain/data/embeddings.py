@@ -62,7 +62,6 @@ class Pairs(Source):
 
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
-        self.shape = stored.tables["image_embed"].shape
         self.order = Order(len(stored))
         self.rows = self.order.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
 

@@ -79,10 +79,6 @@ class Fashion(Source):
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))           # (N, 32, 32)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.channels, self.image_size, self.image_size
-
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -92,7 +88,7 @@ class Fashion(Source):
             image = to_tensor(center_crop(Image.fromarray(image.numpy()), self.image_size))[0]
         if self.channels == 4:
             image = torch.stack((image, image, image, torch.full_like(image, 255)))
-        return {"image": image.expand(self.shape), "label": int(self.labels[index])}
+        return {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
 
     def name(self, index: int) -> str:
         return f"builtin:fashion/{self.split}/{index}"
@@ -123,10 +119,6 @@ class ImageFolder(Folder):
         self.classes = self.classes or folders
         names, self.labels = split_of(names, labels, self.split, self.held_out, where, "image")
         self.names = Names(names)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.channels, self.image_size, self.image_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor | int]:
         name = self.name(index)

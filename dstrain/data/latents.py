@@ -55,7 +55,6 @@ class Latents(Source):
         self.index = read_index(self.path)
         self.encoding: dict[str, Any] = self.index["encoding"]
         self.classes = tuple(self.index["classes"])
-        self.shape = tuple(self.encoding["shape"])                   # (C, h, w) of latents, (h, w) or (t, h, w) of ids
         self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
         for shard in self.index["shards"]:
             size = _size(self.path / shard["name"])

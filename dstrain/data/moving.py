@@ -50,10 +50,6 @@ class MovingFashion(Source):
         self.items = Fashion(side, 1, self.split)
         self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.num_frames, self.channels, self.height, self.width
-
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)
 
@@ -61,7 +57,7 @@ class MovingFashion(Source):
         item = self.items[self._number(index)]
         x, y = self._positions(index)
         video = _pasted(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
-        return {"video": video[:, None].expand(self.shape), "frames": self.num_frames,
+        return {"video": video[:, None].expand(-1, self.channels, -1, -1), "frames": self.num_frames,
                 "caption": packed(self.caption(index)), "label": item["label"]}
 
     def caption(self, index: int) -> str:

@@ -95,10 +95,6 @@ class Videos(Folder):
     def uncaptioned(self) -> str | None:
         return None if self.captioned else f"{self.key}={self.path}"
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.cut.num_frames, self.cut.channels, self.cut.height, self.cut.width
-
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
@@ -170,10 +166,6 @@ class Mixed(Source):
     @property
     def uncaptioned(self) -> str | None:
         return self.videos.uncaptioned or self.images.uncaptioned
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.videos.shape
 
     def __len__(self) -> int:
         return len(self.videos) + self.slots

@@ -1,9 +1,9 @@
-"""The folder of a run: what stands where, and whether a command may go on in it.
+"""The folder of a run: what it holds, and whether a command may go on in it.
 
     run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
     data.txt           fingerprint of the data               saved            the last step that was saved
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
-    metrics.jsonl      a line a report                       log.txt          what was printed
+    metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
     earlier_N/         what --from-scratch moved aside       stop             make this file to stop the run
 """
@@ -21,7 +21,7 @@ from dstrain.systems import config_class
 
 
 def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
-    """Whether this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy."""
+    """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing."""
     folder = run.directory
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"folder={folder} is a file; name a folder")
@@ -31,16 +31,16 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
         raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
                           f"folder= with init_from={folder}")
     if not (folder / "run.yaml").exists():
-        strangers = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
-        if strangers:
-            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(sorted(strangers)[:3])} and no "
+        others = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
+        if others:
+            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(sorted(others)[:3])} and no "
                               "run.yaml; name another folder, or move these aside with --from-scratch")
         return
     saved = last_saved(folder)
     if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
         raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
                           "begin anew with --from-scratch")
-    if allow_change or not saved:                    # nothing was trained: there is no run to be changed
+    if allow_change or not saved:                    # without a saved step, no run would be changed
         return
     changes = refused(load(folder / "run.yaml"), run, system := config_class(run.system))
     if changes:
@@ -53,14 +53,15 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
 
 
 def same_data(known: str, fingerprint: str) -> bool:
-    """Whether what was written down once is of the same data. Earlier versions said less: the beginning of today's."""
+    """Whether a fingerprint that was saved is of the same data. Earlier versions saved the beginning of today's."""
     return f"{fingerprint} ".startswith(f"{known} ")
 
 
 def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
-    """Holds the folder against a second run for as long as the file that comes back is open; on rank 0 only.
+    """Locks the folder against a second run for as long as the returned file is open; on rank 0 only.
 
-    Ranks of an earlier command may still be saving: they are waited for, `patience` seconds. Raises ConfigError then.
+    Ranks of an earlier command may still be saving, so their lock is waited for. ConfigError: it is still held
+    after `patience` seconds; `busy` replaces the message.
     """
     end = time.monotonic() + patience
     file = _lock(folder)
@@ -69,7 +70,7 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
                 return file
-            file.close()                             # who held it has taken the folder away
+            file.close()                             # its last holder removed the folder, and with it this file
             file = _lock(folder)
         except BlockingIOError:
             if time.monotonic() > end:
@@ -86,14 +87,14 @@ def _lock(folder: Path) -> IO[str]:
 
 
 def let_go(folder: Path) -> None:
-    """Takes away a folder that holds nothing but a claim; on rank 0 only."""
+    """Removes a folder that holds nothing but the lock; on rank 0 only."""
     if [path.name for path in folder.iterdir()] == [".lock"]:
         (folder / ".lock").unlink()
         folder.rmdir()
 
 
 def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
-    """Writes the resolved run into its folder; on rank 0 only, once it is known that the run can go on."""
+    """Writes the resolved run into its folder; on rank 0 only, after `check`."""
     folder = run.directory
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
@@ -102,7 +103,7 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 
 
 def last_saved(folder: Path) -> int:
-    """The step that was saved last; 0 when none was."""
+    """The step that was saved last; 0: none was."""
     try:
         return int((folder / "saved").read_text())
     except (OSError, ValueError):
@@ -123,7 +124,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Moves what an earlier run left into earlier_N, so that beginning anew loses nothing."""
+    """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing."""
     old = [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]
     if old:
         number = 1 + sum(1 for _ in folder.glob("earlier_*"))

@@ -16,11 +16,11 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured, in one line."""
-    where = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
-    number = f"{result['samples']} {where} samples"
+    """One line that says what was measured."""
+    data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
+    number = f"{result['samples']} {data} samples"
     if result["samples"] < result["samples_of_split"]:
-        number = f"{result['samples']} of {result['samples_of_split']} {where} samples"
+        number = f"{result['samples']} of {result['samples_of_split']} {data} samples"
     chain = f", {len(result['timesteps'])} timesteps" if result["timesteps"] else ""
     bf16 = ", bf16" if result["precision"] == "bf16" else ""
     return f"{result['run']} at step {result['step']}, {weights(result)}: {number}{chain}{bf16}"
@@ -57,30 +57,30 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws curves and similarities by steps, or where there are none the quarters, as a PNG, whole or not at all."""
+    """Draws curves and similarities by steps, or without any of these the quarters, as a PNG, whole or not at all."""
     panels = [_bound, _cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_errors if result["timesteps"] else _columns] if others else []
     panels += [_similarities] if _steps(result) else []
-    _draw(path, title(result), panels or [_quarters], result)
+    _plot(path, title(result), panels or [_quarters], result)
 
 
-def plot_columns(path: str | os.PathLike, said: str, curves: dict[str, list[float]]) -> None:
-    """Draws curves that are none by timestep, such as the use of each token, as a PNG, whole or not at all."""
-    _draw(path, said, [_columns], {"curves": curves})
+def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
+    """Draws curves that are not by timestep, such as the use of each token, as a PNG, whole or not at all."""
+    _plot(path, headline, [_columns], {"curves": curves})
 
 
-def _draw(path: str | os.PathLike, said: str, panels: list[Any], result: dict[str, Any]) -> None:
-    from matplotlib.figure import Figure             # slow to import, and needed here alone
+def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure             # slow to import, and only plots need it
 
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
-    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        draw(axes, result)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        panel(axes, result)
         axes.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    figure.suptitle(said, fontsize=10)
+    figure.suptitle(headline, fontsize=10)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=130)
 
@@ -112,13 +112,13 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
     _log(axes, list(curves.values()))
     largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
-        axes.set_ylim(bottom=1e-6 * largest)         # where all is clipped to noise, eps is known to many digits
+        axes.set_ylim(bottom=1e-6 * largest)         # errors of eps may be tiny at the timesteps of most noise
     axes.set(title="errors by timestep", ylabel="mean squared error")
     axes.legend(frameon=False, fontsize=9)
 
 
 def _columns(axes: Any, result: dict[str, Any]) -> None:
-    """Curves that are none by timestep, such as the use of each token, from the largest value down."""
+    """Curves that are not by timestep, such as the use of each token, from the largest value down."""
     for index, (name, values) in enumerate(result["curves"].items()):
         values = sorted(_numbers(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
@@ -133,7 +133,7 @@ def _steps(result: dict[str, Any]) -> list[int]:
 
 
 def _similarities(axes: Any, result: dict[str, Any]) -> None:
-    """Cosines of what a prior draws in so many steps, with the baseline of text and image."""
+    """Cosines of the embeddings that a prior samples, by its number of steps, and the baseline of text and image."""
     figures, steps = result["figures"], _steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
     for kind, color in colors.items():
@@ -157,7 +157,7 @@ def _quarters(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _timesteps(axes: Any, result: dict[str, Any], values: list[float]) -> list[int]:
-    """Where the columns lie: on a scale that shows the first timesteps, which hold most bits, apart, and 0 as well."""
+    """The x values of curves; sets a scale that spreads the first timesteps, which hold most bits, and includes 0."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:
@@ -171,7 +171,7 @@ def _timesteps(axes: Any, result: dict[str, Any], values: list[float]) -> list[i
 
 
 def _marks(values: list[float]) -> dict[str, Any]:
-    """A point for each column where they are few enough to be told apart."""
+    """Style of a curve; its points are marked where they are few enough."""
     return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
 
 

@@ -1,7 +1,7 @@
 """Means of what the losses report: summed on the device, reduced once a report.
 
-After edm2's training_stats.py: between reports nothing waits for the device. Sums are float64, so
-that a mean over a long interval is the mean of its values.
+After edm2's training_stats.py: between reports nothing waits for the device. Sums are float64, so that a mean over a
+long interval is the mean of its values.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 
 QUARTERS = 4
-_Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]   # part, by sample, scalars, quartiles?
+_Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]   # part, per-sample terms, scalars, whether with quartiles
 
 
 class Meter:
     """Means over samples and ranks, from one call of means() to the next.
 
-    A term is one value a sample (B,), or a scalar, which counts as often as the batch has samples
-    (once, where nothing else tells B). Values that are not finite enter no mean; they are counted.
-    Two names are special: `quartile` int64 (B,) in 0..3, the quarter of the timesteps in which a
-    sample lies, by which the other per-sample terms are also reported as NAME_q0 .. NAME_q3; and
-    `loss_each` (B,), the loss by sample, reported as loss_q0 .. loss_q3 alone.
+    A term is one value per sample (B,), or a scalar, which counts as often as the batch has samples (once, where no
+    per-sample term tells B). Values that are not finite enter no mean; they are counted. Two names are special:
+    `quartile` int64 (B,) in 0..3 is the quarter of the timesteps in which a sample lies; by it the other per-sample
+    terms are also reported as NAME_q0 .. NAME_q3. `loss_each` (B,) is the loss by sample, reported as loss_q0 ..
+    loss_q3 alone.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class Meter:
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Adds the terms of one micro-batch; never waits for the device.
 
-        ConfigError: a term that is neither a scalar nor (B,), or of another B than its fellows.
+        ConfigError: a term that is neither a scalar nor (B,), or terms of different B.
         """
         shapes = {name: tuple(term.shape) for name, term in terms.items() if term.ndim}
         if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -41,31 +41,29 @@ class Meter:
         quartile = terms.get("quartile")
         each = tuple(name for name in shapes if name != "quartile")
         if each:
-            values = torch.stack([_double(terms[name]) for name in each])            # (names, B)
+            values = torch.stack([_double(terms[name]) for name in each])                          # (names, B)
             self._accumulate((part, each, (), quartile is not None), values, quartile)
-        alone = tuple(name for name in terms if name not in shapes)
-        if alone:
-            values = torch.stack([_double(terms[name]) for name in alone])[:, None]  # (names, 1)
+        scalars = tuple(name for name in terms if name not in shapes)
+        if scalars:
+            values = torch.stack([_double(terms[name]) for name in scalars])[:, None]              # (names, 1)
             size = next(iter(shapes.values()), (1,))[0]
-            self._accumulate((part, (), alone, False), values, None, size)
+            self._accumulate((part, (), scalars, False), values, None, size)
 
-    def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None,
-                    weight: int = 1) -> None:
+    def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
         finite = values.isfinite()
-        kept = torch.where(finite, values, 0)        # first: NaN times nothing is NaN
+        kept = torch.where(finite, values, 0)        # before any product, since NaN times 0 is NaN
         cells = torch.stack((kept * weight, finite * weight, ~finite), -1)           # (names, B, 3)
         sums = [cells.sum(1)]
         if quartile is not None:
-            sums += [torch.where((quartile == quarter)[:, None], cells, 0).sum(1)
-                     for quarter in range(QUARTERS)]
+            sums += [torch.where((quartile == quarter)[:, None], cells, 0).sum(1) for quarter in range(QUARTERS)]
         total = torch.stack(sums, 1)                                         # (names, 1 or 5, 3)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def means(self) -> dict[str, float]:
-        """Means since the last call, `nonfinite` (how many values were not) where there were any.
+        """Means since the last call, and `nonfinite`, the number of values that were not finite, unless it is 0.
 
-        Call on all ranks, which have added terms of the same names. A name without a finite value
-        and an empty quarter are left out.
+        Call on all ranks, which must have added terms of the same names. A name without a finite value and an empty
+        quarter are left out.
         """
         if not self._sums:
             return {}
@@ -74,8 +72,8 @@ class Meter:
         table: dict[str, list[float]] = {}
         nonfinite = 0.0
         cell = iter(zip(flat[::3], flat[1::3], flat[2::3]))
-        for part, each, alone, by_quarter in keys:
-            for name in (*each, *alone):
+        for part, each, scalars, by_quarter in keys:
+            for name in (*each, *scalars):
                 for quarter in range(1 + QUARTERS * by_quarter):
                     total, count, bad = next(cell)
                     nonfinite += 0 if quarter else bad
@@ -89,7 +87,7 @@ class Meter:
 
 
 def _label(name: str, quarter: int) -> str | None:
-    """What a sum is called: quarter 0 is all samples, 1 to 4 are the quarters."""
+    """The name of a reported mean, None for none; quarter 0 is all samples, 1 to 4 are the quarters."""
     if quarter == 0:
         return None if name == "loss_each" else name
     return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"

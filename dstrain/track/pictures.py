@@ -1,4 +1,4 @@
-"""Grids of pictures, as a person wants to see them."""
+"""Grids of pictures for a person, and the files of samples for programs."""
 
 import math
 import os
@@ -16,32 +16,32 @@ from dstrain.disk.atomic import replacing
 from dstrain.recipe import ConfigError
 
 _PADDING = 2                # black pixels between pictures and around them
-_VISIBLE = 64               # pixels to which smaller pictures are enlarged, by a whole factor
-_READABLE = 128             # the same where a caption stands below
-_LETTERS = 10               # pixels of a caption's letters
-_LINES = 4                  # of a caption that are shown
+_SIDE = 64                  # pixels near which small pictures are enlarged, by a whole factor
+_CAPTIONED_SIDE = 128       # the same for pictures with a caption below
+_FONT_SIZE = 10             # pixels
+_MAX_LINES = 4              # of a caption that are shown
 
 
 def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """One picture of many: uint8 (N, C, H, W) -> (H', W', C), row by row; None is near-square.
+    """Many pictures in one: uint8 (N, C, H, W) -> (H', W', C), row by row; columns None is near-square.
 
     RGBA is laid on white, captions stand below. ConfigError: not uint8, not four axes, no picture, or other channels.
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
         raise ConfigError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
-    pictures = enlarged(images, _READABLE if captions else _VISIBLE)
+    pictures = enlarged(images, _CAPTIONED_SIDE if captions else _SIDE)
     if captions:
         pictures = np.concatenate((pictures, lettering(captions, *pictures.shape[2:])), axis=1)
     return tiled(pictures, columns)
 
 
-def enlarged(images: Tensor, visible: int = _VISIBLE) -> np.ndarray:
-    """Small pictures by a whole factor, so that the narrow side is near `visible` pixels: uint8 (N, C, H, W) ->
+def enlarged(images: Tensor, side: int = _SIDE) -> np.ndarray:
+    """Small pictures enlarged by a whole factor, so that the shorter side is near `side` pixels: uint8 (N, C, H, W) ->
     (N, H', W', 1 or 3), RGBA laid on white.
     """
     pictures = on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
-    factor = max(1, round(visible / min(pictures.shape[1:3])))       # of strips the narrow side
+    factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
 
@@ -60,20 +60,20 @@ def tiled(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
 
 def lettering(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
     """Captions as white letters on black, in as many lines as the longest needs, at most 4: uint8 (N, H, width, C)."""
-    font = ImageFont.load_default(_LETTERS)
-    broken = [_lines(text, font, width) for text in captions]
+    font = ImageFont.load_default(_FONT_SIZE)
+    wrapped = [_lines(text, font, width) for text in captions]
     bars = []
-    for lines in broken:
-        bar = Image.new("L", (width, max(map(len, broken)) * (_LETTERS + 2) + 2))
+    for lines in wrapped:
+        bar = Image.new("L", (width, max(map(len, wrapped)) * (_FONT_SIZE + 2) + 2))
         ImageDraw.Draw(bar).text((1, 0), "\n".join(lines), fill=255, font=font, spacing=2)
         bars.append(np.asarray(bar))
     return np.stack(bars)[..., None].repeat(channels, 3)
 
 
 def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """A text broken at its blanks, where it must be within words; what 4 lines do not hold is cut off."""
+    """A text wrapped at blanks, and within words that are too long; what 4 lines do not hold is cut off."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    words = "".join(letter if letter.isascii() else "?" for letter in letters).split()   # Pillow's font has no others
+    words = "".join(letter if letter.isascii() else "?" for letter in letters).split()   # Pillow's font is ASCII only
     lines = [""]
     while words:
         word = words.pop(0)
@@ -87,13 +87,13 @@ def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
             fits = max((n for n in range(1, len(word)) if font.getlength(word[:n]) <= width - 2), default=1)
             lines[-1] = word[:fits]
             words[:0] = [word[fits:]] if word[fits:] else []
-    if len(lines) > _LINES:
-        lines[_LINES - 1:] = [lines[_LINES - 1][:-3] + "..."]
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES - 1:] = [lines[_MAX_LINES - 1][:-3] + "..."]
     return lines
 
 
 def on_white(images: Tensor) -> Tensor:
-    """RGBA laid on white, uint8 (..., 4, H, W) -> (..., 3, H, W); others as they are."""
+    """RGBA laid on white, uint8 (..., 4, H, W) -> (..., 3, H, W); other images as they are."""
     if images.shape[-3] != 4:
         return images
     colours, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
@@ -101,7 +101,7 @@ def on_white(images: Tensor) -> Tensor:
 
 
 def near_square(num: int) -> int:
-    """Columns of a grid of `num`, no fewer than rows: full rows where that stays below 2 : 1."""
+    """Columns of a grid of `num`, at least as many as rows; all rows are full where the grid stays within 2 : 1."""
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)
     return next((columns for columns in full if columns * columns <= 2 * num), least)
@@ -115,8 +115,9 @@ def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
 
 
 class Album:
-    """`arr_0` uint8 (N, H, W, C), of videos (N, T, H, W, C), in FOLDER/samples_NxHxWxC.npz: written piece by piece and
-    named once it is whole.
+    """FOLDER/samples_NxHxWxC.npz with `arr_0` uint8 (N, H, W, C), for videos (N, T, H, W, C).
+
+    It is written piece by piece, and gets its name once it is whole.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
@@ -132,7 +133,7 @@ class Album:
         self._member.write(np.ascontiguousarray(pictures).data)
 
     def close(self, **arrays: np.ndarray) -> None:
-        """Names the file; `arrays` are kept beside, such as arr_1=labels for ADM's evaluator."""
+        """Finishes the file; `arrays` are added to it, such as arr_1=labels for ADM's evaluator."""
         self._member.close()
         for name, array in arrays.items():
             with self._zip.open(f"{name}.npy", "w") as member:

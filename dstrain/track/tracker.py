@@ -1,8 +1,8 @@
-"""What a run says while it trains, written by rank 0 into the run's folder.
+"""What a run reports while it trains, written by rank 0 into the run's folder.
 
-    metrics.jsonl      one JSON object a report: step, means, figures; what two runs of the same
-                       steps need not share stands below "timing", so that all else is equal bit
-                       for bit in a resumed and an uninterrupted run, where saves fall on reports
+    metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
+                       "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
+                       saves fall on reports
     log.txt            the lines that were printed
     samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
     wandb/             see wandb_sink.py
@@ -29,22 +29,21 @@ from dstrain.track.pictures import grid, save_png
 from dstrain.track.videos import film_grid, save_gif, strip
 from dstrain.track.wandb_sink import WandbSink
 
-# Figures that two runs of the same steps need not share.
+# Figures that depend on the machine: two runs of the same steps differ in them.
 TIMING = ("samples_per_second", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
 
 
 class Tracker:
     """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
-    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A fault
-    in writing is said once and ends nothing. ConfigError: tensorboard is wanted and not installed.
+    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
+    is reported once, and training goes on. ConfigError: the recipe asks for tensorboard, and it is not installed.
     """
 
-    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str],
-                 resumed_step: int = 0) -> None:
+    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0) -> None:
         if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("track.tensorboard=true needs the package tensorboard; "
-                              "`pip install tensorboard`, or set track.tensorboard=false")
+            raise ConfigError("track.tensorboard=true needs the package tensorboard; `pip install tensorboard`, or set "
+                              "track.tensorboard=false")
         self.folder, self._run = Path(folder), run
         self._meter = Meter(parts)
         self._first = group.rank() % group.world() == 0
@@ -56,27 +55,24 @@ class Tracker:
         _drop_after(self.folder / "metrics.jsonl", resumed_step)
         if sys.stderr.isatty():
             from tqdm import tqdm
-            self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step",
-                             dynamic_ncols=True)
+            self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
         if run.track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
-        self._wandb = WandbSink(
-            self.folder, run.track.wandb, name=run.name, project=run.track.project,
-            entity=run.track.entity, config=run.model_dump(mode="json", by_alias=True),
-            say=self.note)
+        self._wandb = WandbSink(self.folder, run.track.wandb, name=run.name, project=run.track.project,
+                                entity=run.track.entity, config=run.model_dump(mode="json", by_alias=True),
+                                note=self.note)
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
         self._meter.add(part, terms)
 
     def report(self, done: int, figures: dict[str, float]) -> None:
-        """One line: means since the last report, and the figures, as of `done` steps."""
+        """Writes one line: means since the last report, and the figures, as of `done` steps."""
         values = self._meter.means() | figures
         if not self._first:
             return
-        timing = {name: value for name, value in values.items()
-                  if name.rpartition("/")[2].startswith(TIMING)}
+        timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
         self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing}))
         if self._bar is not None:
@@ -85,8 +81,7 @@ class Tracker:
         self._send({f"train/{name}": value for name, value in steady.items()}
                    | {f"timing/{name}": value for name, value in timing.items()}, done)
 
-    def scores(self, done: int, scores: dict[str, float],
-               curves: dict[str, list[float]] | None = None) -> None:
+    def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None) -> None:
         """Held-out figures, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
         if not self._first:
             return
@@ -105,8 +100,9 @@ class Tracker:
 
     def samples(self, done: int, images: Tensor, name: str = "samples", columns: int | None = None,
                 captions: Sequence[str] | None = None) -> None:
-        """A grid of uint8 (N, C, H, W): samples/step_N.png, step_N_NAME.png for another name. Of videos, uint8
-        (N, T, C, H, W), step_N.gif, and as step_N.png their frames side by side.
+        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples.
+
+        Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
         """
         if not self._first:
             return
@@ -130,7 +126,7 @@ class Tracker:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Has `write` fill a folder RUN/model and logs it to wandb as an artifact, where track.artifact asks for it."""
+        """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""
         if not (self._first and self._run.track.artifact and self._wandb.on):
             return
         folder = self.folder / "model"
@@ -158,7 +154,7 @@ class Tracker:
         self._bar = self._board = None
 
     def _readable(self, done: int, values: dict[str, float]) -> str:
-        """One line for a person; the quarters of the timesteps are left to the curves."""
+        """One line for a person, without the means by quarter of the timesteps."""
         shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                  for name, value in values.items() if name[-3:-1] != "_q")
         return f"step {done}/{self._run.steps}  " + "  ".join(shown)
@@ -192,7 +188,7 @@ class Tracker:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; what kill -9 left half-written is passed over."""
+    """The lines of a metrics.jsonl; a line that is half-written, as kill -9 may leave it, is skipped."""
     entries = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -212,7 +208,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    """One line of strict JSON: what is not finite becomes null."""
+    """One line of strict JSON: numbers that are not finite become null."""
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: strict(inner) for name, inner in value.items()}

@@ -1,4 +1,4 @@
-"""Clips as a person wants to see them: animated GIFs, MP4, and strips of frames for where nothing moves.
+"""Clips for a person: animated GIFs, MP4, and strips of frames for places that show still pictures only.
 
 Notation: N clips of T frames, uint8 (N, T, C, H, W); a film is what is written, uint8 (T, H, W, 1 or 3).
 """
@@ -19,9 +19,9 @@ from dstrain.recipe import ConfigError
 from dstrain.track.pictures import enlarged, grid, lettering, on_white, tiled
 
 FPS = 10                    # frames a second: a whole number of a GIF's hundredths of a second, too
-_STRIP = 9                  # frames of a clip that a strip shows
-_ROWS = 16                  # clips of a strip
-_SAMPLE = 1 << 16           # pixels from which a palette is made
+_STRIP_FRAMES = 9           # of a clip in a strip
+_STRIP_CLIPS = 16           # in a strip
+_PALETTE_PIXELS = 1 << 16   # from which a palette is made
 
 
 def film(clip: Tensor) -> np.ndarray:
@@ -36,15 +36,15 @@ def film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str]
 
 
 def strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """A still of films: uint8 (N, T, C, H, W) -> (H', W', C), up to 9 frames of a clip side by side, 16 clips below
-    each other.
+    """Clips as one still picture: uint8 (N, T, C, H, W) -> (H', W', C), with up to 9 frames of a clip side by side, and
+    up to 16 clips below each other.
     """
     _require(clips)
-    clips = clips[:_ROWS]
-    shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP, clips.shape[1])).round().long()
+    clips = clips[:_STRIP_CLIPS]
+    shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
     rows = np.stack([tiled(enlarged(clip), len(shown)) for clip in clips[:, shown]])
     if captions:
-        rows = np.concatenate((rows, lettering(captions[:_ROWS], *rows.shape[2:])), axis=1)
+        rows = np.concatenate((rows, lettering(captions[:_STRIP_CLIPS], *rows.shape[2:])), axis=1)
     return tiled(rows, 1)
 
 
@@ -58,32 +58,33 @@ def _require(clips: Tensor) -> None:
 
 
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
-    """Writes a film that is played again and again, whole or not at all; makes the folder.
+    """Writes a film that is repeated without end, whole or not at all; makes the folder.
 
-    Grey and films of up to 256 colours are kept exactly; others share one palette, or still parts would flicker.
+    Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
+    several palettes still parts would flicker.
     """
-    duration = max(2, round(100 / fps)) * 10                 # ms; what is shorter than 20 browsers play slowly
+    duration = max(2, round(100 / fps)) * 10                 # ms; browsers slow frames down that are shorter than 20 ms
     grey = frames.shape[3] == 1 or bool((frames == frames[..., :1]).all())
     pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _in_one_palette(frames)
-    # Pillow drops frames that equal the one before. So each is written alone, and they are joined: all have the same
-    # header, of 13 bytes and 256 colours, and end with one byte.
+    # Pillow drops frames that equal the one before. So each frame is written as a file, and the files are joined: each
+    # has the same header, of 13 bytes and 256 colours, and ends with one byte.
     files = [_single(picture, duration, **({} if number else {"loop": 0})) for number, picture in enumerate(pictures)]
     head = 13 + 3 * 256
     assert all(file[10] & 7 == 7 for file in files), "a palette of fewer colours"
     atomic.write(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
-def _single(picture: Image.Image, duration: int, **said: int) -> bytes:
+def _single(picture: Image.Image, duration: int, **options: int) -> bytes:
     file = io.BytesIO()
-    picture.save(file, format="GIF", optimize=False, duration=duration, **said)
+    picture.save(file, format="GIF", optimize=False, duration=duration, **options)
     return file.getvalue()
 
 
 def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
-    """Frames (T, H, W, 3) in 256 colours: those that there are, or the best ones, mixed by error diffusion."""
+    """Frames (T, H, W, 3) in 256 colours: exactly where they have no more, else by a median cut and error diffusion."""
     pixels = frames.reshape(-1, 3)
-    some = pixels[::-(-len(pixels) // _SAMPLE)]
-    if len(np.unique(_codes(some))) <= 256:                  # a large film is not sorted for nothing
+    some = pixels[::-(-len(pixels) // _PALETTE_PIXELS)]
+    if len(np.unique(_codes(some))) <= 256:                  # spares most large films the sorting of all pixels
         codes, places = np.unique(_codes(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
@@ -104,8 +105,9 @@ def _codes(pixels: np.ndarray) -> np.ndarray:
 
 
 def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> None:
-    """Writes a film as H.264 that every player knows, whole or not at all; odd sides are made even by a last line that
-    is there twice. Makes the folder.
+    """Writes a film as H.264 that every player knows, whole or not at all; makes the folder.
+
+    An odd side is made even by repeating its last line.
     """
     import av                                                # slow to import, and pictures need none
 
@@ -123,6 +125,6 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
 
 
 def safe_name(text: str) -> str:
-    """A text as part of a file's name: ASCII letters, digits and single dashes, at most 60, perhaps none."""
+    """A text as part of a file's name: lower-case ASCII letters, digits and single dashes, 0 to 60 of them."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].strip("-")

@@ -1,9 +1,9 @@
-"""Weights & Biases beside the training and never in its way.
+"""Weights & Biases beside the training, which never waits for it.
 
-A thread of its own sends what a bounded queue holds; what does not fit is dropped and counted. No
-key, no network or a fault mean offline mode or nothing, never a question, a wait or an end.
-metrics.jsonl stays the truth. Steps are logged as `train/step` and never passed as step=, since
-wandb drops what arrives with an older step, as after a resume.
+A thread of its own sends entries from a bounded queue; entries that do not fit are dropped and counted. Without a key
+or a network, or after an error, wandb runs offline or not at all; it never asks a question or ends the training.
+metrics.jsonl holds everything. Steps are logged as `train/step` and never passed as step=, since wandb drops entries of
+older steps, which come after a resume.
 """
 
 import configparser
@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 from dstrain.disk import atomic
 
 _CAPACITY = 1000            # entries that wait to be sent
-_PROBE_SECONDS = 5.0        # for the server's first answer; with the next two below 30 s in all
+_PROBE_SECONDS = 5.0        # for the server's first answer; the three timeouts stay below 40 s in all
 _INIT_SECONDS = 18.0        # for wandb.init online
 _FINISH_SECONDS = 10.0      # for the last uploads
 
@@ -31,37 +31,37 @@ _FINISH_SECONDS = 10.0      # for the last uploads
 class WandbSink:
     """One run of wandb; its id stands in folder/wandb_id and is the same after a resume.
 
-    `say` is told what a person should know, at most a few lines in a run. `wanted` is the recipe's
-    auto, online, offline or disabled; WANDB_MODE can make that quieter.
+    setting: the recipe's auto, online, offline or disabled; WANDB_MODE can make it quieter. note: gets the lines that a
+    person should read, a few in a run.
     """
 
-    def __init__(self, folder: Path, wanted: str, *, name: str, project: str, entity: str | None,
-                 config: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, setting: str, *, name: str, project: str, entity: str | None,
+                 config: dict[str, Any], note: Callable[[str], None]) -> None:
         self.dropped = 0                             # entries that did not fit or were refused
-        self._say = say
+        self._note = note
         self._queue: queue.Queue = queue.Queue(_CAPACITY)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        mode = resolved_mode(wanted)
+        mode = resolved_mode(setting)
         if mode == "disabled":
             return
         if mode == "online" and not has_key():
-            say("wandb: offline, no API key was found; `wandb login`, then `wandb sync` sends it")
+            note("wandb: offline, no API key was found; `wandb login`, then `wandb sync` sends it")
             mode = "offline"
         os.environ.setdefault("WANDB_SILENT", "true")        # also read by wandb's own process
         try:
-            # Here and not in the thread: workers forked while it held an import lock would hang.
+            # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
-            self._arguments = dict(id=_run_id(folder), dir=str(folder), name=name, project=project,
-                                   entity=entity, config=config, resume="allow")
+            self._arguments = dict(id=_run_id(folder), dir=str(folder), name=name, project=project, entity=entity,
+                                   config=config, resume="allow")
         except Exception as error:
-            say(f"wandb: not used: {_brief(error)}")
+            note(f"wandb: not used: {_brief(error)}")
             return
         self._thread = threading.Thread(target=self._work, args=(mode,), name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Numbers by name, as of `step`; returns at once."""
+        """Logs numbers by name, as of `step`; returns at once."""
         self._put(("numbers", values, step))
 
     def picture(self, name: str, path: Path, step: int) -> None:
@@ -89,9 +89,9 @@ class WandbSink:
         self._closing.set()
         thread.join(seconds)
         if thread.is_alive():
-            self._say(f"wandb: not finished after {seconds:g} s; `wandb sync` sends what is left")
+            self._note(f"wandb: not finished after {seconds:g} s; `wandb sync` sends what is left")
         if self.dropped:
-            self._say(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
+            self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
     def _put(self, entry: tuple) -> None:
         if self._thread is None:
@@ -107,7 +107,7 @@ class WandbSink:
         try:
             run = self._start(mode)
         except BaseException as error:               # wandb also raises its own kinds
-            self._say(f"wandb: could not start: {_brief(error)}")
+            self._note(f"wandb: could not start: {_brief(error)}")
             run = None
         while True:
             try:
@@ -117,23 +117,26 @@ class WandbSink:
                     break
                 continue
             try:
-                if kind == "artifact":
-                    (name, folder), = values.items()
-                    model = self._wandb.Artifact(name, type="model", metadata={"step": step})
-                    model.add_dir(folder)
-                    run.log_artifact(model)
-                    continue
-                if kind in ("picture", "video"):
-                    made = self._wandb.Image if kind == "picture" else self._wandb.Video       # of files as they are
-                    values = {name: made(path) for name, path in values.items()}
-                run.log({"train/step": step, **values})
+                self._send(run, kind, values, step)
             except BaseException:
                 self.dropped += 1
         try:
             if run is not None:
                 run.finish()
         except BaseException as error:
-            self._say(f"wandb: could not finish: {_brief(error)}")
+            self._note(f"wandb: could not finish: {_brief(error)}")
+
+    def _send(self, run: Any, kind: str, values: dict[str, Any], step: int) -> None:
+        if kind == "artifact":
+            (name, folder), = values.items()
+            model = self._wandb.Artifact(name, type="model", metadata={"step": step})
+            model.add_dir(folder)
+            run.log_artifact(model)
+            return
+        if kind in ("picture", "video"):
+            media = self._wandb.Image if kind == "picture" else self._wandb.Video
+            values = {name: media(path) for name, path in values.items()}
+        run.log({"train/step": step, **values})
 
     def _start(self, mode: str) -> Any:
         if mode == "online":
@@ -141,32 +144,32 @@ class WandbSink:
                 _probe(base_url())
                 return self._init("online")
             except BaseException as error:
-                self._say(f"wandb: offline, since online failed: {_brief(error)}")
+                self._note(f"wandb: offline, since online failed: {_brief(error)}")
                 self._wandb.teardown()               # or the id would still be in use
         return self._init("offline")
 
     def _init(self, mode: str) -> Any:
-        settings = self._wandb.Settings(
-            silent=True, console="off", init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS,
-            login_timeout=_INIT_SECONDS, disable_git=True, save_code=False)
+        settings = self._wandb.Settings(silent=True, console="off", init_timeout=_INIT_SECONDS,
+                                        finish_timeout=_FINISH_SECONDS, login_timeout=_INIT_SECONDS, disable_git=True,
+                                        save_code=False)
         run = self._wandb.init(mode=mode, settings=settings, **self._arguments)
         run.define_metric("train/step")
         run.define_metric("*", step_metric="train/step")
         return run
 
 
-def resolved_mode(wanted: str) -> str:
-    """online, offline or disabled: the quieter one of the recipe's word and WANDB_MODE's."""
-    if wanted == "auto":
-        wanted = "online" if has_key() else "offline"
-    spoken = os.environ.get("WANDB_MODE", "").strip().lower()
-    spoken = {"dryrun": "offline"}.get(spoken, spoken)
-    quieter = ("online", "offline", "disabled")
-    return max(wanted, spoken, key=quieter.index) if spoken in quieter else wanted
+def resolved_mode(setting: str) -> str:
+    """online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
+    if setting == "auto":
+        setting = "online" if has_key() else "offline"
+    variable = os.environ.get("WANDB_MODE", "").strip().lower()
+    variable = {"dryrun": "offline"}.get(variable, variable)
+    modes = ("online", "offline", "disabled")                # the last is the quietest
+    return max(setting, variable, key=modes.index) if variable in modes else setting
 
 
 def base_url() -> str:
-    """wandb's server: WANDB_BASE_URL, what `wandb login --host` wrote down, or the public one."""
+    """wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public one."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     folder = Path(os.environ.get("WANDB_CONFIG_DIR", Path.home() / ".config" / "wandb"))
@@ -182,8 +185,8 @@ def has_key() -> bool:
     """Whether wandb would find a key for its server without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    variable = os.environ.get("NETRC")
+    for path in [Path(variable)] if variable else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
             if netrc.netrc(path).authenticators(urlparse(base_url()).hostname or ""):
                 return True
@@ -193,7 +196,7 @@ def has_key() -> bool:
 
 
 def _probe(url: str) -> None:
-    """Any answer will do. A server that never answers would hold up wandb's own exit for long."""
+    """Raises where the server does not answer: wandb would wait for it long at its exit. Any answer will do."""
     try:
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
     except urllib.error.HTTPError:

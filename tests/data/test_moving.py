@@ -32,7 +32,7 @@ def test_it_moves_where_the_caption_says(index, num_frames, height, width):
     """Oracle: the centre of mass: monotonic in the caption's direction and far, still across; a bouncing one turns."""
     source = MovingFashion(num_frames, height, width)
     item = source[index]
-    assert item["video"].shape == (num_frames, 1, height, width) == source.shape and item["frames"] == num_frames
+    assert item["video"].shape == (num_frames, 1, height, width) and item["frames"] == num_frames
     caption = captions_of(item["caption"][None])[0]
     step = centre(item["video"]).diff(dim=0)                                                      # (T - 1, 2)
     way = torch.tensor([width, height]) - 2 * min(width, height) // 3

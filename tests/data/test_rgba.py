@@ -75,7 +75,7 @@ def test_folders_and_the_built_in_set(tmp_path, noise):
     """Oracle: shapes, and the grey pictures on opaque ground."""
     save(tmp_path / "a.png", noise)
     source = open_images(tmp_path, 16, channels=4)
-    assert source[0]["image"].shape == source.shape == (4, 16, 16)
+    assert source[0]["image"].shape == (4, 16, 16)
     for size in (28, 32, 20):
         found = open_images("builtin:fashion", size, channels=4)[3]["image"]
         grey = open_images("builtin:fashion", size, channels=1)[3]["image"]

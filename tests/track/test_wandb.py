@@ -58,10 +58,10 @@ class Fake:
 
 
 def sink(folder, monkeypatch, fake, wanted="offline") -> tuple[WandbSink, list[str]]:
-    said: list[str] = []
+    notes: list[str] = []
     monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
     return WandbSink(folder, wanted, name="a", project="p", entity=None, config={},
-                     say=said.append), said
+                     note=notes.append), notes
 
 
 def run_of(tmp_path, wanted: str = "auto") -> Tracker:

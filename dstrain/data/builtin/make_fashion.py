@@ -2,9 +2,9 @@
 
     python dstrain/data/builtin/make_fashion.py [OUTPUT]
 
-2,000 images of the training set and 500 of the test set, the first of each class, classes in turn,
-so that any stretch of the file is balanced. Keys: train, held_out (LZMA of the pixels, which beat
-PNG, WebP and LZMA of predicted pixels), train_label, held_out_label (uint8).
+2,000 images of the training set and 500 of the test set, the first of each class, classes in turn, so that any stretch
+of the file is balanced. Keys: train, held_out (LZMA of the pixels, which beat PNG, WebP and LZMA of predicted pixels),
+train_label, held_out_label (uint8).
 
 Source: https://github.com/zalandoresearch/fashion-mnist (MIT, see LICENSE-fashion-mnist.txt).
 """
@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 
 SOURCE = Path("/usr/share/datasets/fashion-mnist")
-# our name -> theirs, images of each class
+# split -> the original data's name of it, images of each class
 SPLITS = {"train": ("train", 200), "held_out": ("t10k", 50)}
 
 
 def main(output: Path) -> None:
     """Writes the file and prints its size."""
     arrays = {}
-    for split, (theirs, count) in SPLITS.items():
-        images, labels = select(theirs, count)
+    for split, (name, count) in SPLITS.items():
+        images, labels = select(name, count)
         arrays[split] = np.frombuffer(pack(images), np.uint8)
         arrays[f"{split}_label"] = labels
     np.savez_compressed(output, **arrays)
@@ -33,9 +33,7 @@ def main(output: Path) -> None:
 
 
 def select(name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first `count` images of each class, classes in turn: uint8 (10 * count, 28, 28), labels
-    uint8.
-    """
+    """The first `count` images of each class, classes in turn: uint8 (10 * count, 28, 28), labels uint8."""
     images = read(f"{name}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)
     labels = read(f"{name}-labels-idx1-ubyte.gz", header=8)
     chosen = np.stack([np.flatnonzero(labels == label)[:count] for label in range(10)], axis=1)
