@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from tests.support.launch import ROOT, here
+from tests.support.launch import ROOT, here, launch
 
 RUN = {"name": "new", "steps": 1, "batch": {"global": 4}, "track": {"wandb": "disabled"},
        "data": {"path": "builtin:fashion", "image_size": 16, "channels": 1, "workers": 0},
@@ -57,3 +57,15 @@ def test_a_bug_shows_its_traceback(train, bug, words):
     with pytest.raises(ValueError) as raised:
         train(text, *words)
     assert type(raised.value) is ValueError and raised.traceback[-1].path.name == "strange.py"
+
+
+@pytest.mark.slow
+def test_exit_codes(tmp_path):
+    """Oracle: the README's table: 1 and a traceback for a bug in a loss, 2 and one message for a wrong field."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RUN | {"system": "strange"}))
+    for line, words, code in (("raise ValueError('a bug')", [], 1), ("pass", ["model.wdith=8"], 2)):
+        (tmp_path / "strange.py").write_text(EDM.replace("        losses = self.losses(nets, example)\n",
+                                                         f"        {line}\n        losses = self.losses(nets, example)\n", 1))
+        done = launch("launch/train.py", "--recipe", tmp_path / "recipe.yaml", f"folder={tmp_path / 'run'}", *words, num=1,
+                      check=False, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert done.returncode == code and ("Traceback" in done.stdout) == (code == 1), done.stdout
