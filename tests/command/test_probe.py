@@ -11,7 +11,7 @@ import torch
 from dstrain import recipe, systems
 from dstrain.command import probe as module
 from dstrain.command.probe import probe
-from dstrain.data.bad_files import BadSample
+from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 from tests.support import first_stage, tokenizers
 from tests.support.cases import CASES
@@ -176,7 +176,7 @@ def test_a_first_stage(tmp_path, large):
 
 
 def test_it_is_quick():
-    """Oracle: the time in a fresh interpreter: 0.1 s for dit-small on its own data; 2 s if torch._dynamo is imported."""
+    """Oracle: the time in a fresh interpreter: 0.1 s for dit-small on its own data, 2 s with torch._dynamo."""
     program = """
 import time
 from pathlib import Path

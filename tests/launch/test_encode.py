@@ -102,7 +102,7 @@ def same_parts(run, out, kind):
 
 
 def test_token_ids_of_a_run(tmp_path):
-    """Oracle: the most likely tokens by the trained network, read from the checkpoint, for images and mirrored images."""
+    """Oracle: the most likely tokens by the trained network, read from the checkpoint, of images, mirrored or not."""
     run, out = tmp_path / "dvae", tmp_path / "tokens"
     model = "model={discrete: {num_tokens: 16, codebook_dim: 8, num_layers: 2, hidden_dim: 8}}"
     words = [f"folder={run}", "steps=6", model]

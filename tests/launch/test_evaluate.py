@@ -58,7 +58,7 @@ def test_one_rank_and_two(run, tmp_path):
     for ranks, batch in ((1, 16), (2, 5)):
         out = tmp_path / str(ranks)
         output = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks,
-                              launcher=ranks > 1))
+                                launcher=ranks > 1))
         results.append(only(out))
         assert results[-1]["ranks"] == ranks and "7 timesteps" in output
         assert f"{results[-1]['figures']['total']:.5g}" in output
@@ -97,8 +97,8 @@ def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
 
 
 def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
-    """Oracle: other weights, steps, splits and chains give other figures in other files; a repeated command replaces its
-    file.
+    """Oracle: other weights, steps, splits and chains give other figures in other files; a repeated command replaces
+    its file.
     """
     asked = {"": (), "raw": ("--raw",), "ema": ("--ema", 0.99), "old": ("--checkpoint", 3), "chain": ("--steps", 5),
              "split": ("--split", "train"), "bf16": ("--bf16",), "less": ("--num-samples", 4)}

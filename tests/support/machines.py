@@ -3,8 +3,8 @@
     host-a, 10.77.0.1 --- switch --- host-b, 10.77.0.2
 
 A host has its own interfaces, name, processes and mounts. Its files are this machine's, so both hosts share every
-folder until one of them mounts something over it. Nothing outlives a test: the namespaces have no names and end with their
-processes, the processes end with the host's first one, sshd, and sshd ends with the test's process.
+folder until one of them mounts something over it. Nothing outlives a test: the namespaces have no names and end with
+their processes, the processes end with the host's first one, sshd, and sshd ends with the test's process.
 """
 
 import os
