@@ -1,4 +1,4 @@
-"""What is noticed before a start by two real samples: loss, terms, ids; and what must not be touched by looking."""
+"""The check before a start, on two real samples: wrong losses, terms and ids are named, and nothing is changed."""
 
 import resource
 import subprocess
@@ -138,14 +138,14 @@ def test_labels_beyond_the_classes(dit):
 @pytest.mark.parametrize("bug", [lambda terms: [][0], lambda terms: torch.zeros(3)[torch.tensor([7])],
                                  lambda terms: torch.zeros(2, 3) @ torch.zeros(2, 3), lambda terms: terms["absent"]])
 def test_a_bug_keeps_its_traceback(dit, bug):
-    """Oracle: torch's and Python's own exceptions: no data and no table is to blame."""
+    """Oracle: torch's and Python's own exceptions, since neither data nor an embedding table is at fault."""
     with pytest.raises((LookupError, RuntimeError)) as caught:
         probe(run_of("dit"), changed(dit, bug), Source(dit.synthetic(5)))
     assert not isinstance(caught.value, ConfigError)
 
 
 def test_a_loss_that_is_not_finite(dit):
-    """Oracle: the value that was put in: it is told, and training has its own limit."""
+    """Oracle: the value put in: it is only a remark, because training has its own limit."""
     changed(dit, lambda terms: terms | {"loss": terms["loss"] * float("nan")})
     assert probe(run_of("dit"), dit, Source(dit.synthetic(5))) == ["dit: loss of denoiser: the first one is nan"]
 

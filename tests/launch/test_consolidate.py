@@ -24,7 +24,7 @@ FROZEN = {"frozen.weight", "frozen.bias", "again.weight", "conv.weight", "conv.b
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The launch's folder and the truth that it wrote."""
+    """The folder of the launch, and truth.pt: the weights that it saved."""
     folder = tmp_path_factory.mktemp("consolidate")
     launch("tests/engine/check_consolidate.py", folder, num=2)
     return folder, torch.load(folder / "truth.pt")
@@ -32,31 +32,31 @@ def saved(tmp_path_factory):
 
 def merged(source, out, **words) -> dict[str, torch.Tensor]:
     consolidate(Order(source, out, trust_pickle=True, **words))
-    found = {}
+    tensors = {}
     for path in sorted(out.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
-def differ(found, wanted) -> list[str]:
-    """Names whose values are not those, to the bit; what was saved in bf16 is wanted in float32."""
-    return [name for name in found.keys() | wanted.keys() if name not in found or name not in wanted
-            or not torch.equal(found[name], wanted[name].to(found[name].dtype))]
+def differ(tensors, expected) -> list[str]:
+    """Names of tensors that are not bit for bit as expected; weights saved in bf16 are expected in float32."""
+    return [name for name in tensors.keys() | expected.keys() if name not in tensors or name not in expected
+            or not torch.equal(tensors[name], expected[name].to(tensors[name].dtype))]
 
 
 @pytest.mark.parametrize("case", [*ZERO, "plain1-accumulated", "plain0-fp32"])
 def test_deepspeeds_own(saved, tmp_path, case):
-    """Oracle: zero_to_fp32, bit for bit, in all that it gives; for the rest the live weights."""
+    """Oracle: zero_to_fp32, bit for bit, for every weight that it writes; the live weights for the others."""
     folder, truth = saved
     live, oracle = truth[case]["live"], truth[case]["oracle"]
-    found = merged(folder / case, tmp_path / "out")
-    assert differ(found, live) == []
-    assert differ({name: found[name] for name in oracle}, oracle) == []
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.int64, torch.bool}
-    assert torch.equal(found["head.weight"], found["embed.weight"])
-    told = json.loads((tmp_path / "out" / "consolidated.json").read_text())
-    assert told["parts"]["model"]["tied"] == ({} if "plain0" in case else TIED)
-    assert (told["step"], told["stage"], told["tag"]) == (3, int(case[5]), "third")
+    tensors = merged(folder / case, tmp_path / "out")
+    assert differ(tensors, live) == []
+    assert differ({name: tensors[name] for name in oracle}, oracle) == []
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32, torch.int64, torch.bool}
+    assert torch.equal(tensors["head.weight"], tensors["embed.weight"])
+    report = json.loads((tmp_path / "out" / "consolidated.json").read_text())
+    assert report["parts"]["model"]["tied"] == ({} if "plain0" in case else TIED)
+    assert (report["step"], report["stage"], report["tag"]) == (3, int(case[5]), "third")
     # Where zero_to_fp32 goes wrong: if these lines fail, it was mended, and deepspeed_files.py's docstring is outdated.
     if case.startswith("plain1-") and oracle:
         assert live.keys() - oracle.keys() == FROZEN
@@ -64,7 +64,7 @@ def test_deepspeeds_own(saved, tmp_path, case):
         assert live.keys() == oracle.keys()
     else:
         assert truth[case]["words"]
-    module = [tensor for name, tensor in found.items() if name in FROZEN]
+    module = [tensor for name, tensor in tensors.items() if name in FROZEN]
     assert all(tensor.abs().sum() > 0 for tensor in module)
 
 
@@ -95,9 +95,9 @@ def test_fragments(saved, tmp_path, case):
     """Oracle: the live masters (raw), the average of full weights in one process (ema), the engine's buffers."""
     folder, truth = saved
     assert truth[case].keys() == {"raw", "ema:0.9", "ema:0.5"}
-    for number, (weights, wanted) in enumerate(truth[case].items()):
-        found = merged(folder / case, tmp_path / str(number), weights=weights)
-        assert differ(found, wanted) == [] and {tensor.dtype for tensor in found.values()} == {torch.float32}
+    for number, (weights, expected) in enumerate(truth[case].items()):
+        tensors = merged(folder / case, tmp_path / str(number), weights=weights)
+        assert differ(tensors, expected) == [] and {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     if not case.startswith("ours0"):
         native = folder / f"{case}-native"
         assert differ(merged(native, tmp_path / "native", weights="raw"), truth[case]["raw"]) == []
@@ -137,7 +137,7 @@ def test_older_files(saved, tmp_path):
 
 @pytest.mark.parametrize("case", ["plain1-fp32", "plain2-bf16", "plain3-bf16"])
 def test_altered_bytes(saved, tmp_path, case):
-    """Oracle: the live weights: of 60 flips of a bit anywhere in any file none gives others, and the file is named."""
+    """Oracle: the live weights. Of 60 flips of one bit in any file none gives wrong weights, or the file is named."""
     folder, truth = saved
     shutil.copytree(folder / case, tmp_path / "in")
     paths, random, named = sorted((tmp_path / "in" / "third").glob("*.pt")), np.random.default_rng(0), 0
@@ -157,7 +157,7 @@ def test_altered_bytes(saved, tmp_path, case):
 
 
 def test_refused(saved, tmp_path):
-    """Oracle: the contract: what is missing, or of another kind of parallelism, is named."""
+    """Oracle: the fault put in: a missing file or another kind of parallelism is named."""
     folder, _ = saved
     source = tmp_path / "source"
 

@@ -1,4 +1,4 @@
-"""Encoding through the real launcher, and the whole way: an autoencoder, exported, its latents, a DiT, its pictures."""
+"""Encoding by the real launcher, and the whole pipeline: autoencoder, export, latents, a DiT, its decoded pictures."""
 
 import json
 import os
@@ -37,8 +37,8 @@ def made(tmp_path_factory):
     folder(root / "data", 4, 60)
     for name in ("c0/003.png", "c2/010.png", "c3/059.png"):
         break_file(root / "data" / name, "truncated")
-    said = finish(encoding(root, root / "one", num=1))
-    assert "240 samples" in said and "3 unreadable files replaced" in said
+    output = finish(encoding(root, root / "one", num=1))
+    assert "240 samples" in output and "3 unreadable files replaced" in output
     return root
 
 
@@ -60,19 +60,19 @@ def test_the_same_bytes_on_two_ranks(made, tmp_path):
 
 @pytest.mark.parametrize("num, then", [(1, 2), (2, 1)])
 def test_killed_in_the_middle(made, tmp_path, num, then):
-    """Oracle: the undisturbed bytes: after kill -9 the same command, on other ranks, makes what is missing."""
+    """Oracle: the bytes of an undisturbed command. After kill -9 other ranks write the missing shards."""
     out = tmp_path / "out"
     process = begin(encoding(made, out, num=num, launcher=num > 1), tmp_path / "log")
     wait_for(out / "shard_00003.safetensors", process, tmp_path / "log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for_end(process.pid)
-    there = {path: path.stat().st_mtime_ns for path in out.glob("shard_*.safetensors")}
-    assert 1 <= len(there) < 12 and not (out / "index.json").exists(), "killed too late to show anything"
+    modified = {path: path.stat().st_mtime_ns for path in out.glob("shard_*.safetensors")}
+    assert 1 <= len(modified) < 12 and not (out / "index.json").exists(), "killed too late to show anything"
     (out / "shard_00009.safetensors.tmp").write_bytes(b"half a shard")
     finish(encoding(made, out, num=then))
     assert content(out) == content(made / "one")
-    assert {path: path.stat().st_mtime_ns for path in there} == there, "whole shards are made once"
+    assert {path: path.stat().st_mtime_ns for path in modified} == modified, "whole shards are made once"
 
 
 def test_wrong_words(made, tmp_path):
@@ -82,27 +82,27 @@ def test_wrong_words(made, tmp_path):
                            (["--ema", "0.9"], "choose among a run"), (["--clips", "2"], "--clips is for videos"),
                            (["--flip"], "unrecognized arguments: --flip")):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
-    said = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
-    assert "name one first stage" in said
+    output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
+    assert "name one first stage" in output
     assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
 
 
 def same_parts(run, out, kind):
-    """Holds an export as safetensors against the run's checkpoint and recipe."""
+    """Asserts that a safetensors export holds the run's weights and recipe."""
     recipe = trained.read(run)
     system = systems.build(recipe.system, recipe.model)
     assert {entry.name for entry in out.iterdir()} == {"recipe.yaml", *(f"{part}.safetensors" for part in system.parts)}
     assert load(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
-    wanted = read_weights(trained.checkpoint(run), first, kind)
-    found, changed = fitted(out / f"{first}.safetensors", system)[first]
-    assert changed == [f"{first}: {len(wanted)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    expected = read_weights(trained.checkpoint(run), first, kind)
+    weights, remarks = fitted(out / f"{first}.safetensors", system)[first]
+    assert remarks == [f"{first}: {len(expected)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_token_ids_of_a_run(tmp_path):
-    """Oracle: the trained network itself, read from the checkpoint: its likeliest tokens of images, mirrored or not."""
+    """Oracle: the most likely tokens by the trained network, read from the checkpoint, of images, mirrored or not."""
     run, out = tmp_path / "dvae", tmp_path / "tokens"
     model = "model={discrete: {num_tokens: 16, codebook_dim: 8, num_layers: 2, hidden_dim: 8}}"
     words = [f"folder={run}", "steps=6", model]
@@ -112,22 +112,22 @@ def test_token_ids_of_a_run(tmp_path):
     assert "no class for a discrete VAE" in refused and "--format safetensors" in refused
     assert not list(tmp_path.glob("x*"))
     words = ["--out", tmp_path / "x", "--format", "safetensors", "--raw"]
-    said = finish(command("launch/export.py", run, *words, num=1))
-    assert f"safetensors in {tmp_path / 'x'};" in said and "autoencoder 0.0e+00" in said
+    output = finish(command("launch/export.py", run, *words, num=1))
+    assert f"safetensors in {tmp_path / 'x'};" in output and "autoencoder 0.0e+00" in output
     same_parts(run, tmp_path / "x", "master")
     words = ["--split", "held_out", "--raw", "--batch", "20"]
-    said = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
-    assert "500 samples" in said and "tokens int32 [4, 4] x 2" in said
+    output = finish(command("launch/encode.py", run, "--out", out, *words, num=2))
+    assert "500 samples" in output and "tokens int32 [4, 4] x 2" in output
     recipe = trained.read(run)
     system = systems.build(recipe.system, recipe.model)
     nets = trained.networks(system, trained.checkpoint(run), {"autoencoder": "master"}, torch.float32)
     images = open_images("builtin:fashion", 16, channels=1, split="held_out")
     pixels = torch.stack([images[i]["image"] for i in range(20)])
-    found = Latents(out)
-    assert found.index["statistics"]["largest"] < 16 and len(found) == 500
+    cache = Latents(out)
+    assert cache.index["statistics"]["largest"] < 16 and len(cache) == 500
     for side, x in enumerate((pixels, pixels.flip(-1))):
-        wanted = system.codes(nets, system.encode({"image": x}))["tokens"]
-        assert torch.equal(found.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], wanted)
+        expected = system.codes(nets, system.encode({"image": x}))["tokens"]
+        assert torch.equal(cache.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
     index = encode(Order(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
     assert index["encoding"]["codebook_size"] == 16
     for name, data in content(out).items():                  # a run and its export are one first stage
@@ -150,9 +150,9 @@ def test_videos(tmp_path):
                        "--text-encoder", tmp_path / "text", "--clips", "5", "--batch", "8", "--shard-size", "8",
                        "--max-bad-fraction", "0.05", num=num)
 
-    said = finish(encoding("one", 1))
-    assert "200 samples" in said and "1 unreadable files replaced" in said
-    assert "tokens int32 [3, 2, 3] x 1 of 16 ids, with captions and text_encodings [10, 12]" in said
+    output = finish(encoding("one", 1))
+    assert "200 samples" in output and "1 unreadable files replaced" in output
+    assert "tokens int32 [3, 2, 3] x 1 of 16 ids, with captions and text_encodings [10, 12]" in output
     finish(encoding("two", 2))
     assert content(tmp_path / "two") == content(tmp_path / "one") and len(content(tmp_path / "one")) == 27
     process = begin(encoding("killed", 2), tmp_path / "log")
@@ -174,8 +174,8 @@ def test_the_whole_way(tmp_path):
     assert "complete: 40 steps" in finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml",
                                                   "--ds_config", ds_config(tmp_path, 2), *overrides, num=2,
                                                   launcher=True))
-    said = finish(command("launch/export.py", run, "--out", stage, num=1))
-    scale = float(re.search(r"scaling_factor ([\d.]+)", said)[1])
+    output = finish(command("launch/export.py", run, "--out", stage, num=1))
+    scale = float(re.search(r"scaling_factor ([\d.]+)", output)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)
     with pytest.raises(ConfigError, match="is there already"):
         export(Export(run, stage))
@@ -188,12 +188,12 @@ def test_the_whole_way(tmp_path):
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
     index = Latents(codes).index
     assert index["statistics"]["scaling_factor"] == pytest.approx(scale, rel=0.02) and len(index["shards"]) == 4
-    told = tmp_path / "told"
-    assert export(Export(run, told, statistics=codes / "index.json")).statistics == index["statistics"]
+    measured = tmp_path / "measured"
+    assert export(Export(run, measured, statistics=codes / "index.json")).statistics == index["statistics"]
 
     words = ["--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", ds_config(tmp_path, 2), f"folder={dit}",
              f"data.path={codes}", "data.image_size=16", "data.flip=false", "data.held_out=0.1", "every.evaluate=60",
-             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={told}",
+             "model.image_size=16", "model.in_channels=3", "model.patch_size=2", f"model.first_stage.path={measured}",
              "model.time_freq=diffusers"]
     assert "complete: 60 steps" in finish(command("launch/train.py", *words, num=2))
     losses = [line["loss"] for line in metrics(dit) if "loss" in line]
@@ -201,31 +201,31 @@ def test_the_whole_way(tmp_path):
     assert Image.open(dit / "samples" / "step_00000060.png").size[0] >= 16
     finish(command("launch/generate.py", dit, "--num-samples", "4", "--out", tmp_path / "pictures", num=2))
     pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"].astype(int)
-    found, system = trained.read(dit), systems.build("dit", trained.read(dit).model)
+    recipe, system = trained.read(dit), systems.build("dit", trained.read(dit).model)
     at = trained.checkpoint(dit)
-    nets = trained.networks(system, at, trained.kinds(system, at, found.samples.ema), torch.float32)
+    nets = trained.networks(system, at, trained.kinds(system, at, recipe.samples.ema), torch.float32)
 
-    def drawn(system, seeds, labels, guidance_scale=found.samples.guidance_scale):
-        request = Request(torch.tensor(seeds), {"label": torch.tensor(labels)}, found.samples.num_steps,
-                          found.samples.sampler, guidance_scale)
+    def drawn(system, seeds, labels, guidance_scale=recipe.samples.guidance_scale):
+        request = Request(torch.tensor(seeds), {"label": torch.tensor(labels)}, recipe.samples.num_steps,
+                          recipe.samples.sampler, guidance_scale)
         return draw_all(system, nets, request, 4).permute(0, 2, 3, 1).numpy().astype(int)
 
     four = [0, 1, 2, 3]
     assert np.abs(drawn(system, four, four) - pictures).max() <= 1 and drawn(system, four, four).shape[1:3] == (16, 16)
-    # Of class, then of seed; sixty steps teach little of classes, which guidance enlarges.
-    for others in (drawn(system, [7] * 4, four, 100.0), drawn(system, four, [7] * 4)):
-        assert all(np.abs(others[i] - others[j]).max() > 1 for i in four for j in four[:i])
-    own = found.model["first_stage"]
+    # Pictures depend on class and on seed. Sixty steps teach little about classes, so strong guidance amplifies it.
+    for pictures_of in (drawn(system, [7] * 4, four, 100.0), drawn(system, four, [7] * 4)):
+        assert all(np.abs(pictures_of[i] - pictures_of[j]).max() > 1 for i in four for j in four[:i])
+    own = recipe.model["first_stage"]
     assert own["scaling_factor"] == pytest.approx(index["statistics"]["scaling_factor"]) and own["shift"] == 0
-    other = systems.build("dit", found.model | {"first_stage": own | {"scaling_factor": 0.1}})
+    other = systems.build("dit", recipe.model | {"first_stage": own | {"scaling_factor": 0.1}})
     assert np.abs(drawn(other, four, four) - pictures).max() > 5, "the scale shows in the pictures"
 
     done = export(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["chain"] < 1e-3
     (values, notes), = fitted(tmp_path / "pipeline", system).values()
-    wanted = read_weights(at, "denoiser", f"ema.{found.samples.ema or found.ema.decays[0]!r}")
-    assert len(notes) == 1 and values.keys() == wanted.keys()
-    assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+    expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
+    assert len(notes) == 1 and values.keys() == expected.keys()
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
     card = (tmp_path / "pipeline" / "README.md").read_text()
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()

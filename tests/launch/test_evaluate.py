@@ -43,26 +43,27 @@ def only(folder: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def assert_same(found: dict, wanted: dict, rel: float) -> None:
-    assert wanted["figures"] and wanted["curves"]
+def assert_same(result: dict, expected: dict, rel: float) -> None:
+    assert expected["figures"] and expected["curves"]
     for group in ("figures", "curves"):
-        assert found[group].keys() == wanted[group].keys()
-        for name, values in wanted[group].items():
-            assert found[group][name] == pytest.approx(values, rel=rel, abs=1e-9), name
+        assert result[group].keys() == expected[group].keys()
+        for name, values in expected[group].items():
+            assert result[group][name] == pytest.approx(values, rel=rel, abs=1e-9), name
 
 
 def test_one_rank_and_two(run, tmp_path):
-    """Oracle: each other, with other batches: through the launcher, every option named; and the sum of the parts."""
+    """Oracle: one rank and two, with different batches, agree; the total is the sum of its parts."""
     common = ["--split", "held_out", "--num-samples", "37", "--steps", "7", "--ema", "0.99", "--checkpoint", "6"]
-    found = []
+    results = []
     for ranks, batch in ((1, 16), (2, 5)):
         out = tmp_path / str(ranks)
-        said = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks,
-                              launcher=ranks > 1))
-        found.append(only(out))
-        assert found[-1]["ranks"] == ranks and f"{found[-1]['figures']['total']:.5g}" in said and "7 timesteps" in said
-    assert_same(found[1], found[0], 1e-6)
-    one = found[0]
+        output = finish(command("launch/evaluate.py", run, *common, "--batch", str(batch), "--out", out, num=ranks,
+                                launcher=ranks > 1))
+        results.append(only(out))
+        assert results[-1]["ranks"] == ranks and "7 timesteps" in output
+        assert f"{results[-1]['figures']['total']:.5g}" in output
+    assert_same(results[1], results[0], 1e-6)
+    one = results[0]
     assert sum(one["curves"]["vb"]) + one["figures"]["prior"] == pytest.approx(one["figures"]["total"], rel=1e-6)
     assert one["timesteps"] == [0, 3, 6, 10, 13, 16, 19] and one["samples"] == 37 and one["samples_of_split"] == 500
     assert one["weights"] == {"denoiser": "ema.0.99"} and one["step"] == 6 and one["data"]["fingerprint"].startswith(
@@ -88,15 +89,17 @@ def test_a_plain_loop(run, tmp_path, evaluate, words, kind, split):
                 lambda x, t: network(x, t, label), item["image"][None] / 127.5 - 1,
                 lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32))))
     mean = {name: np.mean([row[name][0].double().numpy() for row in rows], axis=0) for name in rows[0]}
-    wanted = {"figures": {name: mean[name] for name in ("total", "prior")},
+    expected = {"figures": {name: mean[name] for name in ("total", "prior")},
               "curves": {name: mean[name][::-1] for name in ("vb", "mse", "x_start_mse")}}
-    found = only(tmp_path)
-    assert_same(found, wanted, 1e-4)
-    assert found["timesteps"] == list(range(20)) and found["weights"] == {"denoiser": kind}
+    result = only(tmp_path)
+    assert_same(result, expected, 1e-4)
+    assert result["timesteps"] == list(range(20)) and result["weights"] == {"denoiser": kind}
 
 
 def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
-    """Oracle: other weights, steps, splits and chains give other figures in other files; the same question its own."""
+    """Oracle: other weights, steps, splits and chains give other figures in other files; a repeated command replaces
+    its file.
+    """
     asked = {"": (), "raw": ("--raw",), "ema": ("--ema", 0.99), "old": ("--checkpoint", 3), "chain": ("--steps", 5),
              "split": ("--split", "train"), "bf16": ("--bf16",), "less": ("--num-samples", 4)}
     totals = {}
@@ -116,7 +119,7 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
 
 
 def test_the_run_keeps_its_own_folder(run, tmp_path, evaluate, monkeypatch):
-    """Oracle: the documented place, RUN/evaluation, and the bar's end on a terminal alone."""
+    """Oracle: the documented folder, RUN/evaluation; the progress bar appears only on a terminal."""
     copy = shutil.copytree(run, tmp_path / "copy")
     code, out, err = evaluate(copy, "--num-samples", 3, "--steps", 2)
     assert code == 0 and only(copy / "evaluation")["samples"] == 3 and "%" not in err
@@ -137,13 +140,13 @@ def folder(root: Path, names: tuple[str, ...], size: int = 40, mode: str = "L", 
 
 
 def test_images_of_another_folder(run, tmp_path, evaluate):
-    """Oracle: labels by the training data's names (sneaker is 7, as the plain loop is told); an unreadable image is
+    """Oracle: labels by the names of the training classes (sneaker is 7, as in the plain loop); an unreadable image is
     replaced by the next and named.
     """
     images = folder(tmp_path / "photos", ("sneaker",), 32)
     assert evaluate(run, "--data", images, "--out", tmp_path / "out")[0] == 0
-    found = only(tmp_path / "out")
-    assert found["samples"] == 2 and found["split"] == "all" and found["data"]["path"] == str(images)
+    result = only(tmp_path / "out")
+    assert result["samples"] == 2 and result["split"] == "all" and result["data"]["path"] == str(images)
     system = systems.build("dit", yaml.safe_load((run / "run.yaml").read_text())["model"])
     network = system.networks()["denoiser"]
     network.load_state_dict(read_weights(run / "checkpoints" / "step_00000006", "denoiser", "ema.0.9"))
@@ -152,7 +155,7 @@ def test_images_of_another_folder(run, tmp_path, evaluate):
     terms = system.diffusion.bits_per_dim(lambda x, t: network(x, t, torch.tensor([7, 7])),
                                           pixels[:, None] / 127.5 - 1,
                                           lambda i: rng.normal(key, f"bound/{i}", (1, 32, 32)))
-    assert found["figures"]["total"] == pytest.approx(float(terms["total"].double().mean()), rel=1e-5)
+    assert result["figures"]["total"] == pytest.approx(float(terms["total"].double().mean()), rel=1e-5)
     break_file(images / "sneaker" / "0.png", "truncated")
     code, out, err = evaluate(run, "--data", images, "--out", tmp_path / "out")
     assert code == 0 and "unreadable images, each replaced by the next one: 1" in out

@@ -60,10 +60,10 @@ def test_kill_minus_nine(undisturbed, stage):
     sampler, state = history(folder, 40)
     assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3      # warm, and not uniform
     killed = folder.parent / "killed"
-    given = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
-    kill_in_the_middle(given(), killed, 40)
+    command_again = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
+    kill_in_the_middle(command_again(), killed, 40)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(given())
+    finish(command_again())
     assert_equal_runs(folder, killed)
 
 
@@ -110,24 +110,24 @@ def test_an_average_of_choice(undisturbed, tmp_path):
     a, b = (read_weights(saved, "denoiser", f"ema.{decay}") for decay in (0.9, 0.99))
     assert any(not torch.equal(a[name], b[name]) for name in a)
     words = ["launch/generate.py", run, "--num-samples", "2", "--no-pngs"]
-    found = []
+    arrays = []
     for decay in ("0.9", "0.99"):
         finish(command(*words, "--ema", decay, "--out", tmp_path / decay, num=1))
-        found.append(np.load(tmp_path / decay / "samples_2x16x16x3.npz")["arr_0"])
-    assert not np.array_equal(*found)
+        arrays.append(np.load(tmp_path / decay / "samples_2x16x16x3.npz")["arr_0"])
+    assert not np.array_equal(*arrays)
     assert "holds no EMA of decay 0.5" in finish(command(*words, "--ema", "0.5", num=1), code=2)
 
 
 def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
     """Oracle: two ranks with other batches than one's, over the whole chain; terms add up; raw weights differ."""
     words, name = [undisturbed(2), "--num-samples", "37"], "step_00000060_{}_n37"
-    found = {}
+    results = {}
     for kind, batch in (("ema0.99", "16"), ("raw", "9")):
         weights = ["--raw"] if kind == "raw" else ["--ema", "0.99"]
         code, _, err = here("evaluate.py", [*words, *weights, "--batch", batch, "--out", tmp_path], monkeypatch, capsys)
         assert code == 0 and (tmp_path / f"{name.format(kind)}.png").exists(), err
-        found[kind] = json.loads((tmp_path / f"{name.format(kind)}.json").read_text())
-    one = found["ema0.99"]
+        results[kind] = json.loads((tmp_path / f"{name.format(kind)}.json").read_text())
+    one = results["ema0.99"]
     finish(command("launch/evaluate.py", *words, "--ema", "0.99", "--batch", "5", "--out", tmp_path / "two"))
     two = json.loads((tmp_path / "two" / f"{name.format('ema0.99')}.json").read_text())
     assert (one["ranks"], two["ranks"]) == (1, 2) and one["timesteps"] == two["timesteps"] == list(range(10))
@@ -135,7 +135,7 @@ def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
         for term, values in one[group].items():
             assert two[group][term] == pytest.approx(values, rel=1e-5, abs=1e-9), term
     assert sum(one["curves"]["vb"]) + one["figures"]["prior"] == pytest.approx(one["figures"]["total"], rel=1e-6)
-    assert len(one["curves"]["mse"]) == 10 and one["figures"]["total"] != found["raw"]["figures"]["total"]
+    assert len(one["curves"]["mse"]) == 10 and one["figures"]["total"] != results["raw"]["figures"]["total"]
 
 
 def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
@@ -172,7 +172,7 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
                    "--batch", "2", "--labels", "7,3", "--out", tmp_path / "again", num=1))
     again = np.load(tmp_path / "again" / "samples_5x32x32x3.npz")["arr_0"]
     assert again.shape == large[0].shape and not np.array_equal(again, large[0])         # the chain's noise is its own
-    said = finish(command("launch/generate.py", upsampler, num=1), code=2)
-    assert "--low-res" in said and "--then" in said
-    said = finish(command(*words, "--then", upsampler, "--then", upsampler, num=1), code=2)
-    assert "draws pictures of 32 pixels, and is given some of 32" in said
+    output = finish(command("launch/generate.py", upsampler, num=1), code=2)
+    assert "--low-res" in output and "--then" in output
+    output = finish(command(*words, "--then", upsampler, "--then", upsampler, num=1), code=2)
+    assert "draws pictures of 32 pixels, and is given some of 32" in output

@@ -2,7 +2,7 @@
 
     deepspeed --hostfile hosts launch/train.py --ds_config ds_configs/zero3.json ...
 
-The ways to lose what a run on one machine cannot: the launcher, the link, the folder.
+Faults that a run on one machine cannot have: a lost launcher, a cut link, a folder that is not shared.
 """
 
 import os
@@ -22,10 +22,10 @@ from tests.support.runs import RECIPE, files, finish, metrics, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(machines.missing() is not None, reason=str(machines.missing()))]
 
 STEPS = 60
-PATIENCE = 30                                     # seconds without a word; a busy machine may need some to start ranks
+PATIENCE = 30                                     # seconds that a rank waits for others; a slow start needs some
 RUN = ("--recipe", RECIPE, "--ds_config", "ds_configs/zero3.json", f"steps={STEPS}", "every.sample=0", "every.save=10",
        f"faults.timeout_minutes={PATIENCE / 60}")
-# What multinode.md tells a user to set: a connection that is silent for six seconds is over.
+# The ssh options of multinode.md: a connection that is silent for six seconds ends.
 ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=3"}
 
 
@@ -36,7 +36,7 @@ def hosts(tmp_path_factory):
 
 
 class Driven:
-    """A training that is driven from the first host."""
+    """A training that was started by the launcher on the first host."""
 
     def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object):
         self.hosts, self.log = hosts, place / "output"
@@ -59,15 +59,15 @@ class Driven:
             time.sleep(0.1)
         return code
 
-    def said(self) -> dict[int, str]:
-        """What each rank has said last; it reaches no launcher over a broken link."""
+    def output_of_ranks(self) -> dict[int, str]:
+        """The last log of each rank, read from its file: over a broken link the launcher gets none."""
         logs = sorted((self._place / "ranks").iterdir())
         return {rank: [log.read_text() for log in logs if log.name.endswith(f"_rank{rank}.log")][-1] for rank in (0, 1)}
 
 
 @pytest.fixture
 def train(hosts, tmp_path):
-    """Starts trainings in a workplace; whatever is left when the test is over is ended."""
+    """Starts trainings in a workplace; after the test every process that is left is killed."""
     place, started = machines.workplace(tmp_path / "place"), []
 
     def start(*words: object) -> Driven:
@@ -84,27 +84,27 @@ def train(hosts, tmp_path):
 
 
 def assert_whole(folder: Path) -> int:
-    """Every checkpoint of a run agrees with its manifest; the last one's step."""
+    """Asserts that every checkpoint of a run agrees with its manifest; returns the last one's step."""
     steps = sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
     for path in steps:
-        said = manifest(path)["files"]
-        assert not faults(path, sorted(said), said)
+        hashes = manifest(path)["files"]
+        assert not faults(path, sorted(hashes), hashes)
     return int(steps[-1].name.removeprefix("step_"))
 
 
-def kill(host: machines.Host, wanted: Callable[[list[str]], bool]) -> int:
-    """kill -9 of the processes of a host whose command line is wanted; how many they were."""
-    found = [pid for pid, words in host.processes().items() if wanted(words)]
-    for pid in found:
+def kill(host: machines.Host, matches: Callable[[list[str]], bool]) -> int:
+    """Kills (-9) the processes of a host whose command line matches; returns how many."""
+    pids = [pid for pid, words in host.processes().items() if matches(words)]
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    return len(found)
+    return len(pids)
 
 
 def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path):
     """Oracle: an uninterrupted run on one machine: after both faults the same command ends with the same bits."""
     folder = tmp_path / "run"
 
-    # The driving host's launcher dies, and its connections with it: the ranks save the same step and end by themselves.
+    # The launcher dies, and its ssh connections with it: the ranks save the same step and end by themselves.
     driven = train(f"folder={folder}", "--from-scratch")
     driven.saved(folder, 10)
     assert kill(hosts[0], lambda words: words[0] in ("pdsh", "ssh") or words[1:2] == [machines.deepspeed()[1]]) >= 4
@@ -113,12 +113,12 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert f"stopped at step {at} (the launcher has gone" in log or f"stopped at step {at} (another rank" in log, log
     assert assert_whole(folder) == at < STEPS - 20
 
-    # The link is cut: each rank waits for as long as the recipe says, tells what happened, and ends.
+    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends.
     driven = train(f"folder={folder}")
     driven.saved(folder, (at // 10 + 1) * 10)
     hosts[1].link("down")
     assert driven.ends(PATIENCE + 60) != 0
-    for (rank, text), host in zip(driven.said().items(), machines.NAMES):
+    for (rank, text), host in zip(driven.output_of_ranks().items(), machines.NAMES):
         assert f"error: rank {rank} on {host} no longer hears from another rank" in text, text[-3000:]
         assert "Traceback" in text and "faults.timeout_minutes" in text
     assert "rank 0 on host-a no longer hears" in (folder / "log.txt").read_text()
@@ -126,7 +126,7 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
 
     hosts[1].link("up")
     driven = train(f"folder={folder}")
-    assert driven.ends(240) == 0, driven.said()
+    assert driven.ends(240) == 0, driven.output_of_ranks()
     assert f"complete: {STEPS} steps" in (folder / "log.txt").read_text()
 
     whole = tmp_path / "whole"
@@ -137,7 +137,7 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
 
 
 def test_a_folder_that_is_not_shared_is_refused(train, hosts, tmp_path):
-    """Oracle: the folder on both hosts: nothing there has moved, come or gone; one message names it, and the host."""
+    """Oracle: the folder is unchanged on both hosts; one message names the folder and the host."""
     shared = tmp_path / "runs"
     (shared / "run").mkdir(parents=True)
     (shared / "run" / "notes.txt").write_text("of an earlier run")
@@ -145,11 +145,11 @@ def test_a_folder_that_is_not_shared_is_refused(train, hosts, tmp_path):
     try:
         driven = train(f"folder={shared / 'run'}", "--from-scratch")
         assert driven.ends(150) == 2
-        there = hosts[1].run("ls", "-A", str(shared))
+        listing = hosts[1].run("ls", "-A", str(shared))
     finally:
         hosts[1].run("umount", str(shared))
-    said = driven.said()
+    output = driven.output_of_ranks()
     assert (f"folder={shared / 'run'} is not shared: rank 1 on host-b does not see what rank 0 on host-a wrote there; "
-            "put it on a file system that all machines mount") in said[0], said[0][-3000:]
-    assert "not shared" not in said[1] and "Traceback" not in said[0] + said[1]
-    assert there == "" and {path.name for path in (shared / "run").iterdir()} == {"notes.txt", ".lock"}
+            "put it on a file system that all machines mount") in output[0], output[0][-3000:]
+    assert "not shared" not in output[1] and "Traceback" not in output[0] + output[1]
+    assert listing == "" and {path.name for path in (shared / "run").iterdir()} == {"notes.txt", ".lock"}

@@ -1,4 +1,4 @@
-"""Two networks that learn in turns, by the `deepspeed` command: begun on 2 ranks, gone on with on 1 and on 4."""
+"""Two networks that learn in turns, by the `deepspeed` command: started on 2 ranks, resumed on 1 and on 4."""
 
 import shutil
 
@@ -16,22 +16,22 @@ WORDS = ["model.kl.discriminator={start: 4, n_layers: 1, base_channels: 8}", "st
 
 
 def test_two_networks_move(tmp_path):
-    """Oracle: the command on 2 ranks at ZeRO-2 that nobody interrupted: its losses and the average it ends with, for
-    the same command with other --num_gpus at ZeRO-3, given again when step 10 was the newest that is saved.
+    """Oracle: losses and final average of an uninterrupted run on 2 ranks at ZeRO-2. The same command resumes from step
+    10 at ZeRO-3 with another --num_gpus.
     """
     whole = tmp_path / "whole"
     assert "complete: 16 steps" in finish(train(whole, 2, *WORDS, recipe=RECIPE, launcher=True))
-    wanted = metrics(whole)
+    expected = metrics(whole)
     average = read_weights(whole / "checkpoints" / "step_00000016", "autoencoder", "ema.0.9")
     for num in (1, 4):
         moved = tmp_path / f"on{num}"
         shutil.copytree(whole, moved)
         shutil.rmtree(moved / "checkpoints" / "step_00000016")
         assert "complete: 16 steps" in finish(train(moved, 3, *WORDS, recipe=RECIPE, num=num, launcher=True))
-        found = metrics(moved)
-        assert [line["step"] for line in found] == [line["step"] for line in wanted] == list(range(1, 17))
-        assert found[:10] == wanted[:10]
-        for a, b in zip(found[10:], wanted[10:]):
+        resumed = metrics(moved)
+        assert [line["step"] for line in resumed] == [line["step"] for line in expected] == list(range(1, 17))
+        assert resumed[:10] == expected[:10]
+        for a, b in zip(resumed[10:], expected[10:]):
             losses = {name for name in b if name.endswith("/loss")}
             assert losses == {"autoencoder/loss", "discriminator/loss"}
             assert {name: a[name] for name in losses} == pytest.approx({name: b[name] for name in losses}, rel=1e-5)

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 
 
 def killed_and_whole(folder, stage, *words, recipe):
-    """The folder of an undisturbed run on 2 ranks, after one that was killed and given again has ended as it did."""
+    """The folder of an undisturbed run on 2 ranks; asserts that a killed and resumed run ends with the same bits."""
     whole, killed = folder / "whole", folder / "killed"
     assert f"complete: {STEPS} steps" in finish(train(whole, stage, *words, recipe=recipe))
-    given = partial(train, killed, stage, *words, recipe=recipe, launcher=stage == 2)
-    kill_in_the_middle(given(), killed, 10)
+    command_again = partial(train, killed, stage, *words, recipe=recipe, launcher=stage == 2)
+    kill_in_the_middle(command_again(), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(given())
+    finish(command_again())
     assert_equal_runs(whole, killed, STEPS)
     return whole
 
@@ -36,9 +36,9 @@ def made(tmp_path_factory):
     (root / "first").mkdir()
     (root / "second").mkdir()
     tokenizer = killed_and_whole(root / "first", 3, recipe=TOKENIZER)
-    said = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2,
-                          launcher=True))
-    assert "10000 samples" in said and "tokens int32 [3, 4, 4]" in said
+    output = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2,
+                            launcher=True))
+    assert "10000 samples" in output and "tokens int32 [3, 4, 4]" in output
     finish(command("launch/export.py", tokenizer, "--format", "safetensors", "--out", root / "export", num=1))
     words = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}"]
     maskgit = killed_and_whole(root / "second", 2, *words, recipe=MASKGIT)
@@ -61,9 +61,9 @@ def test_both_stages_resume(made):
 def test_the_loss_falls(made):
     """Oracle: by hand: a codebook of 64 guessed evenly has the cross-entropy log(64) = 4.16."""
     maskgit = made[2]
-    found = [line["maskgit/cross_entropy"] for line in map(json.loads, (maskgit / "metrics.jsonl").read_text().splitlines())
-             if "maskgit/cross_entropy" in line]
-    assert found[-1] < found[0] < 6 and found[-1] < 4.1
+    lines = map(json.loads, (maskgit / "metrics.jsonl").read_text().splitlines())
+    losses = [line["maskgit/cross_entropy"] for line in lines if "maskgit/cross_entropy" in line]
+    assert losses[-1] < losses[0] < 6 and losses[-1] < 4.1
 
 
 def test_clips_of_texts_and_scenes(made, tmp_path):
@@ -85,9 +85,9 @@ def test_clips_of_texts_and_scenes(made, tmp_path):
                    num=1))
     story = np.load(next(out.glob("*.npz")))["arr_0"]
     assert story.shape == (2, 5 + 2 + 2, 16, 16, 3)              # each scene is primed by 3 of 5 frames
-    said = finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-frames", "4", num=1),
-                  code=2)
-    assert "num_frames" in said or "--num-frames" in said
+    output = finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-frames", "4",
+                            num=1), code=2)
+    assert "num_frames" in output or "--num-frames" in output
 
 
 @pytest.mark.parametrize("words, message", [
@@ -98,9 +98,9 @@ def test_clips_of_texts_and_scenes(made, tmp_path):
 def test_bad_input_is_refused(made, tmp_path, words, message):
     """Oracle: exit code 2 and one message that names the key; no traceback, no run."""
     root, _, maskgit = made
-    given = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}", *words]
-    said = finish(train(tmp_path / "run", 2, *given, recipe=MASKGIT, num=1), code=2)
-    assert message in said and "Traceback" not in said and not (tmp_path / "run").exists()
+    overrides = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}", *words]
+    output = finish(train(tmp_path / "run", 2, *overrides, recipe=MASKGIT, num=1), code=2)
+    assert message in output and "Traceback" not in output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["phenaki-tokenizer-small", "phenaki-tokenizer", "phenaki-tokenizer-readme",
@@ -110,7 +110,7 @@ def test_recipes(name, tmp_path):
     recipe = ROOT / "launch" / "recipes" / f"{name}.yaml"
     words = command("launch/train.py", "--recipe", recipe, "--dry-run", f"folder={tmp_path / 'run'}", num=1)
     small = yaml.safe_load(recipe.read_text())["data"]["path"].startswith("builtin:")
-    said = finish(words, code=0 if small else 2)
-    problems = [line.strip() for line in said.splitlines() if line.startswith("  ")] if not small else []
+    output = finish(words, code=0 if small else 2)
+    problems = [line.strip() for line in output.splitlines() if line.startswith("  ")] if not small else []
     missing = ("data.path=/data/", "data.images=/data/", "model.perceptual.path=weights/", "init_from=runs/")
-    assert all(line.startswith(missing) for line in problems), said
+    assert all(line.startswith(missing) for line in problems), output

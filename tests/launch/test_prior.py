@@ -46,10 +46,10 @@ def test_kill_minus_nine(tmp_path, stage):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = encoded(tmp_path / "pairs") if stage == 3 else []            # text tokens, and a null text for them
     assert "complete: 60 steps" in finish(train(whole, stage, *words, recipe=RECIPE))
-    given = partial(train, killed, stage, *words, recipe=RECIPE, launcher=stage == 2)
-    kill_in_the_middle(given(), killed, 20)
+    command_again = partial(train, killed, stage, *words, recipe=RECIPE, launcher=stage == 2)
+    kill_in_the_middle(command_again(), killed, 20)
     assert not (killed / "checkpoints" / "step_00000060").exists(), "killed too late to show anything"
-    finish(given())
+    finish(command_again())
     same(whole, killed)
 
 
@@ -76,16 +76,16 @@ def test_embeddings_for_prompts(tmp_path):
     finish(train(run, 2, *words, f"data.path={pairs}", "data.splits=[0.7,0.2,0.1]", "steps=10", "data.workers=0",
                  "every.save=10", recipe=RECIPE))
     (tmp_path / "prompts.txt").write_text("a red cat\nthe moon\nthe dog on the house\n")
-    found = []
+    arrays = []
     for num in (1, 2):
         out = tmp_path / f"drawn{num}"
         finish(command("launch/generate.py", run, "--prompts", tmp_path / "prompts.txt", "--num-samples", "5",
                        "--batch", "2", "--out", out, num=num))
-        found.append(np.load(out / "embeddings.npy"))
-    assert found[0].shape == (5, 12) and found[0].dtype == np.float32
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(found[0], axis=1), 1, rtol=1e-5)
-    assert not np.allclose(found[0][0], found[0][3])             # the same prompt, another seed
+        arrays.append(np.load(out / "embeddings.npy"))
+    assert arrays[0].shape == (5, 12) and arrays[0].dtype == np.float32
+    np.testing.assert_allclose(arrays[0], arrays[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(arrays[0], axis=1), 1, rtol=1e-5)
+    assert not np.allclose(arrays[0][0], arrays[0][3])             # the same prompt, another seed
 
 
 def test_evaluation(tmp_path):
@@ -132,8 +132,8 @@ def test_another_encoder_of_captions_is_refused(tmp_path):
     encoder.rename(tmp_path / "first")
     towers.sentences(encoder, seed=1)
     again = train(halted, 2, *words, "steps=20", recipe=RECIPE, num=1)
-    said = finish(again, code=2)
-    assert said.count("text_encoder=") == 2 and "--allow-change" in said and "Traceback" not in said
+    output = finish(again, code=2)
+    assert output.count("text_encoder=") == 2 and "--allow-change" in output and "Traceback" not in output
     shutil.rmtree(encoder)
     (tmp_path / "first").rename(encoder)
     finish(again)

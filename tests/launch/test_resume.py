@@ -51,10 +51,10 @@ def test_sigterm_to_the_launcher(undisturbed):
     process.send_signal(signal.SIGTERM)
     wait_for_end(process.pid)
     process.wait()
-    said = (stopped / "log.txt").read_text()
-    assert "stopped at step" in said and "the same command goes on" in said
+    log = (stopped / "log.txt").read_text()
+    assert "stopped at step" in log and "the same command goes on" in log
     at = int((stopped / "saved").read_text())
-    assert 20 <= at < STEPS and f"stopped at step {at} " in said
+    assert 20 <= at < STEPS and f"stopped at step {at} " in log
     finish(train(stopped, 2, launcher=True))
     assert files(folder, STEPS) == files(stopped, STEPS)
 
@@ -67,7 +67,7 @@ def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
     for a, b in zip(metrics(one), metrics(two)):
         assert a == pytest.approx(b, rel=1e-5)
     for kind in ("master", "ema.0.9", "ema.0.99"):
-        a, b = (read_weights(of / "checkpoints" / f"step_{STEPS:08d}", "denoiser", kind) for of in (one, two))
+        a, b = (read_weights(folder / "checkpoints" / f"step_{STEPS:08d}", "denoiser", kind) for folder in (one, two))
         # Sixty updates of 1e-3 each: where a gradient is near zero, its rounding decides a part of a step.
         assert max((a[name] - b[name]).abs().max() for name in a) < 1e-4
         assert torch.cat([(a[name] - b[name]).abs().flatten() for name in a]).mean() < 1e-6
@@ -96,8 +96,8 @@ def test_complete_run_and_more_steps(undisturbed):
     before = files(folder, STEPS)
     assert "is complete" in finish(train(folder, 2))
     assert files(folder, STEPS) == before and len(metrics(folder)) == STEPS // 5
-    said = finish(train(folder, 2, "steps=65"))
-    assert "complete: 65 steps" in said and [line["step"] for line in metrics(folder)][-2:] == [60, 65]
+    output = finish(train(folder, 2, "steps=65"))
+    assert "complete: 65 steps" in output and [line["step"] for line in metrics(folder)][-2:] == [60, 65]
 
 
 def test_signal_to_a_rank(tmp_path):
@@ -109,7 +109,7 @@ def test_signal_to_a_rank(tmp_path):
     assert process.wait(60) == 75
     wait_for_end(process.pid)
     at = int((folder / "saved").read_text())
-    said = (folder / "log.txt").read_text()
-    assert f"stopped at step {at} " in said
+    log = (folder / "log.txt").read_text()
+    assert f"stopped at step {at} " in log
     assert (folder / "checkpoints" / f"step_{at:08d}" / "manifest.json").exists()
     assert torch.isfinite(read_weights(folder / "checkpoints" / f"step_{at:08d}", "denoiser")["pos_embed"]).all()

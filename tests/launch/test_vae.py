@@ -24,7 +24,7 @@ MODELS = {
 
 
 def train(tmp_path, kind, folder, *words):
-    """The run's lines of metrics; what every run of these steps need not share is left out."""
+    """The run's lines of metrics without timing, in which equal runs differ."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RUN | {"name": f"{kind}-tiny", "model": MODELS[kind]}))
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     launch("launch/train.py", "--recipe", tmp_path / "recipe.yaml", "--ds_config", tmp_path / "zero2.json",
@@ -59,7 +59,7 @@ def test_a_run(tmp_path, kind):
 
 
 def test_an_adversary_that_joins_later(tmp_path):
-    """Oracle: the weights of the run begun from; without a learning rate its average stays them."""
+    """Oracle: the weights of the first run; with learning rate 0 the second run keeps its averages."""
     train(tmp_path, "kl", tmp_path / "first", "steps=1", "model.kl.discriminator=null")
     train(tmp_path, "kl", tmp_path / "second", "steps=1", f"init_from={tmp_path / 'first'}", "optimizer.lr=0")
     one, other = (read_weights(tmp_path / name / "checkpoints" / "step_00000001", "autoencoder", kind)

@@ -184,21 +184,21 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 
 
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
-    """Oracle: the ds_config.json written into the run's folder, on a CPU that would have it otherwise."""
+    """Oracle: the ds_config.json in the run's folder, on a CPU whose default is another precision."""
     from dstrain.command import cli
     from dstrain.engine import settings
     from dstrain.runs import folders
     monkeypatch.setattr(settings, "_multiplies_bf16", lambda: True)
     words = ["folder=run", "--allow-change"]                              # the data are not asked about
-    found = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
+    precision = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
     folders.write_down(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
-    assert found() == "bf16", "nothing is saved: there is no run to go on with"
+    assert precision() == "bf16", "nothing is saved: there is no run to go on with"
     folders.note_saved(job.run.directory, 300)
     (job.run.directory / "checkpoints" / "step_00000300").mkdir(parents=True)
-    assert found() == "fp32" and found("--from-scratch") == "bf16"
+    assert precision() == "fp32" and precision("--from-scratch") == "bf16"
     (job.run.directory / "ds_config.json").write_text("[]")
-    assert found() == "bf16"
+    assert precision() == "bf16"
 
 
 def test_several_faults_come_together(folder, monkeypatch, capsys):
@@ -209,7 +209,7 @@ def test_several_faults_come_together(folder, monkeypatch, capsys):
 
 
 def test_another_ranks_fault_is_told_with_its_number(folder, monkeypatch, capsys):
-    """Oracle: a fault that this machine alone has; rank 0 would speak first, so the others wait."""
+    """Oracle: a fault that only this rank's machine has; other ranks wait first, in case rank 0 reports it, too."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     code, _, err = launch(["data.path=/no/images"], monkeypatch, capsys, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
     assert code == 2 and err.startswith("train.py [rank 1]: error:")
@@ -265,6 +265,6 @@ def test_the_deepspeed_launcher(folder):
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(SCRIPT), "lr=1", "--ds_config",
                "fp16.json"]
     done, _ = run(command, folder)
-    said = done.stdout + done.stderr
-    assert done.returncode and "Traceback" not in said, said
-    assert len(re.findall(r"did you mean optimizer\.lr\?", said)) == 1
+    output = done.stdout + done.stderr
+    assert done.returncode and "Traceback" not in output, output
+    assert len(re.findall(r"did you mean optimizer\.lr\?", output)) == 1

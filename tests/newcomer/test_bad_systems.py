@@ -1,4 +1,4 @@
-"""What a user of a system from outside may get wrong, and what a bug in one looks like."""
+"""Systems from outside dstrain: mistakes that a user can mend, and what a bug looks like."""
 
 import sys
 
@@ -14,17 +14,16 @@ RUN = {"name": "new", "steps": 1, "batch": {"global": 4}, "track": {"wandb": "di
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys):
-    """launch/train.py with a system's package, given as a file's text: exit code and what was printed; errors are raised.
-    """
+    """launch/train.py with a system's package, `text` if it is not None: exit code and output."""
     def begin(text, *words, **run):
         if text is not None:
             (tmp_path / "strange.py").write_text(text)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "strange", raising=False)
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RUN | {"system": "strange"} | run))
-        code, said, problem = here("train.py", ["--recipe", tmp_path / "recipe.yaml", f"folder={tmp_path / 'run'}", *words],
-                                   monkeypatch, capsys)
-        return code, said + problem
+        code, stdout, stderr = here("train.py", ["--recipe", tmp_path / "recipe.yaml",
+                                                 f"folder={tmp_path / 'run'}", *words], monkeypatch, capsys)
+        return code, stdout + stderr
     return begin
 
 
@@ -44,9 +43,9 @@ EDM = (ROOT / "tests" / "newcomer" / "edm" / "__init__.py").read_text()
     (EDM.replace('"loss": losses.mean()', '"loss": losses[:, None]'), {}, "loss"),
 ])
 def test_what_a_user_can_mend(train, text, run, message):
-    """Oracle: exit code 2 and one message that names the key and the remedy, from --dry-run already."""
-    code, said = train(text, "--dry-run", **run)
-    assert code == 2 and message in said and "Traceback" not in said, said
+    """Oracle: exit code 2 and one message that names key and remedy; --dry-run finds it already."""
+    code, output = train(text, "--dry-run", **run)
+    assert code == 2 and message in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("bug", ["a, b = 1, 2, 3", "raise ValueError('not for users')", "int('x')"])

@@ -1,4 +1,4 @@
-"""Two systems that dstrain has never seen, each in one folder outside it: every command, at ZeRO-2 and 3, on two ranks."""
+"""Two systems outside dstrain, each in a folder of its own: every command, at ZeRO-2 and ZeRO-3, on two ranks."""
 
 import json
 import os
@@ -26,7 +26,7 @@ VAE = {"discrete": {"num_tokens": 32, "codebook_dim": 8, "num_layers": 2, "hidde
 
 @pytest.fixture(scope="module")
 def entry_point(tmp_path_factory):
-    """A folder for PYTHONPATH with what `pip install` writes of a package that announces a system."""
+    """A folder for PYTHONPATH that holds what `pip install` writes for a package that announces a system."""
     folder = tmp_path_factory.mktemp("site")
     info = folder / "token_model-0.1.dist-info"
     info.mkdir()
@@ -37,7 +37,7 @@ def entry_point(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """A discrete VAE of three steps: its export, and a cache of tokens that it made."""
+    """A folder with a discrete VAE trained for three steps, its export, and a cache of its tokens."""
     root = tmp_path_factory.mktemp("tokens")
     write(root, {**RUN, "name": "first", "system": "vae", "steps": 3, "model": VAE, "data": IMAGES})
     launch("launch/train.py", *words(root, 2), f"folder={root / 'run'}", "every.evaluate=0", "every.sample=0", num=1)
@@ -73,7 +73,7 @@ def metrics(folder):
 
 
 def trained(folder, stages, path):
-    """Trains two steps at the first stage and two at the second, both on two ranks; the lines of metrics."""
+    """Trains two steps at the first ZeRO stage and two at the second, on two ranks; the lines of metrics.jsonl."""
     env = {"PYTHONPATH": os.pathsep.join(map(str, path))}
     run = f"folder={folder / 'run'}"
     launch("launch/train.py", *words(folder, stages[0]), run, "steps=2", "every.sample=2", launcher=True, **env)
@@ -99,17 +99,19 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
     run = tmp_path / "run"
     assert (run / "samples" / "step_00000004.png").is_file()
 
-    code, said, problem = here("generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn"], monkeypatch, capsys)
-    assert code == 0, said + problem
+    code, stdout, stderr = here("generate.py", [run, "--num-samples", 3, "--out", tmp_path / "drawn"], monkeypatch,
+                                capsys)
+    assert code == 0, stdout + stderr
     with np.load(next((tmp_path / "drawn").glob("*.npz"))) as drawn:
         assert drawn["arr_0"].shape[:3] == (3, 16, 16)
-    code, said, problem = here("evaluate.py", [run, "--num-samples", 16], monkeypatch, capsys)
-    assert code == 0, said + problem
+    code, stdout, stderr = here("evaluate.py", [run, "--num-samples", 16], monkeypatch, capsys)
+    assert code == 0, stdout + stderr
     measured = json.loads(next((run / "evaluation").glob("*.json")).read_text())["figures"]["loss"]
     held_out = [line["held_out/loss"] for line in lines if "held_out/loss" in line]
     assert measured == pytest.approx(held_out[-1], rel=1e-5)
-    code, said, problem = here("export.py", [run, "--format", "safetensors", "--out", tmp_path / "out"], monkeypatch, capsys)
-    assert code == 0, said + problem
+    code, stdout, stderr = here("export.py", [run, "--format", "safetensors", "--out", tmp_path / "out"], monkeypatch,
+                                capsys)
+    assert code == 0, stdout + stderr
     system = systems.build(name, recipe.load(run / "run.yaml").model)
     part, network = next(iter(system.networks().items()))
     with safe_open(tmp_path / "out" / f"{part}.safetensors", "pt") as file:
@@ -117,7 +119,7 @@ def test_every_command(tmp_path, monkeypatch, capsys, request, entry_point, name
 
 
 def test_resumed_is_uninterrupted(tmp_path):
-    """Oracle: the uninterrupted run's losses, to the bit: four steps of EDM, and two and two."""
+    """Oracle: the losses of an uninterrupted run of four steps, to the bit; the other run resumes after two."""
     write(tmp_path, {**RUN, "name": "new", "system": "edm", "model": {"width": 8}, "data": IMAGES})
     env = {"PYTHONPATH": os.pathsep.join((str(NEWCOMER), str(ROOT)))}
     for folder, steps in (("whole", [4]), ("broken", [2, 4])):

@@ -69,17 +69,17 @@ def test_an_override_is_yaml(key, value):
 
 
 def stand_in(run):
-    """A narrow tokenizer where a recipe expects one, of the geometry of the recipe that is to train it."""
+    """Saves a narrow tokenizer where a recipe expects one, with the geometry of the recipe that trains it."""
     made_by = run.name.replace("phenaki", "phenaki-tokenizer")
-    theirs = recipe.load(next(path for path in RECIPES if path.stem == made_by))
-    theirs = recipe.check(theirs, config_class(theirs.system)).model
-    tokenizers.save(Path(run.model["tokenizer"]["path"]), **{name: theirs[name] for name in (
+    run_of_tokenizer = recipe.load(next(path for path in RECIPES if path.stem == made_by))
+    config = recipe.check(run_of_tokenizer, config_class(run_of_tokenizer.system)).model
+    tokenizers.save(Path(run.model["tokenizer"]["path"]), **{name: config[name] for name in (
         "image_size", "num_frames", "channels", "codebook_size", "patch_size", "temporal_patch_size")})
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_is_complete(path, tmp_path, monkeypatch):
-    """Oracle: the schema, the system's own class, and what design section 11 asks of a preset's header."""
+    """Oracle: the schema, the system's own class, and the three entries that every header has."""
     monkeypatch.chdir(tmp_path)
     text = path.read_text(encoding="ascii")
     run = recipe.load(path)
@@ -153,7 +153,7 @@ def test_did_you_mean(typed, meant):
 
 
 def test_differences_and_what_a_resumed_run_may_change():
-    """Oracle: the list in design section 2: what determines the numbers is fixed, what only reports them is not."""
+    """Oracle: the list in design section 2: entries that determine the numbers are fixed, others are free."""
     old = recipe.load(None, ["model.depth=2"])
 
     def keys(*overrides):
@@ -177,7 +177,7 @@ def test_differences_and_what_a_resumed_run_may_change():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_an_open_horizon_may_not_move(schedule):
-    """Oracle: Optimizer.lr_at: what is refused is what changes the rate of a step already taken."""
+    """Oracle: Optimizer.lr_at: a change is refused if it changes the learning rate of a past step."""
     def run(*overrides):
         return recipe.load(None, [f"optimizer.schedule={schedule}", *overrides])
 

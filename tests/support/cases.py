@@ -1,8 +1,9 @@
 """Tiny configs of every system, each from cases.py in the folder of that system's tests.
 
-Such a file holds CASES, a list of model sections, and may hold: request(system, seeds), a Request that differs from four
-steps without conditions; completed(config, folder), the section with files that it needs; EVALUATES_BY_KEYS = False where
-held-out data are measured without noise.
+Such a file defines CASES, a list of model sections. It may also define:
+    request(system, seeds)       a Request, where four steps without conditions do not fit
+    completed(config, folder)    the section with the files that it needs
+    EVALUATES_BY_KEYS = False    where evaluation on held-out data uses no noise
 """
 
 import importlib
@@ -25,6 +26,6 @@ CASES = {name: module.CASES for name, module in modules().items()}
 
 
 def request(name: str, system, seeds: list[int]) -> Request:
-    """What to draw of a tiny system."""
+    """The Request with which tests draw from a tiny system."""
     own = getattr(modules()[name], "request", None)
     return own(system, seeds) if own else Request(torch.tensor(seeds), {}, 4)

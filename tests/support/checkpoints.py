@@ -16,33 +16,34 @@ from dstrain.recipe import Run
 
 
 def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, data: str = "made of nothing") -> Path:
-    """`folder` as a run of one rank leaves it, with the networks' weights as the masters and the average 0.9 of each."""
-    at = folder / "checkpoints" / f"step_{step:08d}"
-    at.mkdir(parents=True)
+    """Fills `folder` like a run on one rank; master weights and the EMA of decay 0.9 are the networks' weights."""
+    step_folder = folder / "checkpoints" / f"step_{step:08d}"
+    step_folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
     (folder / "data.txt").write_text(data + "\n", encoding="utf-8")
     common = {"system/history": torch.zeros(2)}
     for part, network in nets.items():
         entries = [(kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.detach().flatten())
                    for kind in ("master", "ema.0.9") for name, value in network.named_parameters()]
-        write_shard(at / shard_name(part, 0, 1), entries, {"part": part})
+        write_shard(step_folder / shard_name(part, 0, 1), entries, {"part": part})
         persistent = network.state_dict().keys()
         common |= {f"buffer/{part}/{name}": value for name, value in network.named_buffers() if name in persistent}
-    save_file(common, at / "common.safetensors", {"counters": "{}"})
-    body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1,
+    save_file(common, step_folder / "common.safetensors", {"counters": "{}"})
+    names = sorted(path.name for path in step_folder.iterdir())
+    body = {"files": hash_files(step_folder, names), "step": step, "world": 1,
             "extra": {"score": None}, "versions": {"dstrain": "0.0", "torch": "2.99"}}
-    (at / NAME).write_bytes(render(body))
+    (step_folder / NAME).write_bytes(render(body))
     return folder
 
 
 def edited(folder: Path, **changes) -> None:
     """Changes entries of a diffusers folder's config.json."""
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def lacking(folder: Path, name: str, value: torch.Tensor | None = None) -> None:
-    """Takes a weight out of a diffusers folder, or puts another in its place."""
+    """Removes a weight from a diffusers folder, or replaces it by `value`."""
     path = folder / "diffusion_pytorch_model.safetensors"
     state = load_file(path)
     del state[name]

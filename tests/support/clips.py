@@ -41,7 +41,7 @@ def write(path: Path, frames: np.ndarray, codec: str, pixels: str = "yuv420p", o
 
 
 def write_pictures(path: Path, frames: np.ndarray, **options) -> Path:
-    """Frames as an animated GIF, PNG or WebP, by the file's name; lossless but for what GIF's 256 colours take."""
+    """Frames as an animated GIF, PNG or WebP, by the file's name; lossless, except that GIF has only 256 colours."""
     images = [Image.fromarray(frame) for frame in frames]
     if path.suffix == ".webp":
         options = {"lossless": True, "exact": True} | options

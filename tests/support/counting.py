@@ -1,7 +1,7 @@
 """A system of videos that can be checked by eye: each frame is one brighter than the one before.
 
-Frame i of a clip: every pixel is start + i, modulo 200; but the top left corner is the length of the text, the next
-pixel a number of the seed's own. `start` is 3 * seed, or one above the last frame that is given.
+Every pixel of frame i is (start + i) % 200, with two exceptions: the top left pixel is the length of the text, and the
+pixel beside it a number that depends on the seed. `start` is 3 * seed, or one above the last frame of the prime.
 """
 
 from pathlib import Path
@@ -87,7 +87,7 @@ class Stubborn(Counting):
 
 
 def noise_of(seeds: Tensor) -> Tensor:
-    """What a sample's own noise shows as."""
+    """The pixel value that shows a sample's own noise, (N,)."""
     return rng.integers(seeds, "noise", 256)
 
 
@@ -96,7 +96,7 @@ def build(config: Config) -> System:
 
 
 def folder(path: Path, samples: dict | None = None, **model) -> Path:
-    """A run's folder as far as its recipe goes, of the system tests.support.counting."""
+    """A run's folder of the system tests.support.counting that holds only the recipe."""
     path.mkdir()
     run = Run(name="counting", system="tests.support.counting", folder=path, model=Config(**model).model_dump(),
               data={"num_frames": model.get("num_frames", 5), "height": SIZE[0], "image_size": SIZE[1],
@@ -106,7 +106,7 @@ def folder(path: Path, samples: dict | None = None, **model) -> Path:
 
 
 def register(patch) -> None:
-    """Puts its network, which is always the same, in the place of checkpoints."""
+    """Replaces checkpoints by this system's network, which is always the same."""
     from dstrain.runs import trained
 
     patch.setattr(trained, "checkpoint", lambda folder, step=None: folder)

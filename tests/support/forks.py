@@ -1,9 +1,10 @@
 """Starts ranks as `python SCRIPT` or spawn.py does, but forked from a process that has imported what they will import.
 
-Imports are most of a short run: of the eight seconds that a rank of sixty tiny steps costs, seven, which a fork saves.
-It is taken after the imports, before any thread, process group or device; what it shares with the others beyond modules
-is the order of sets of strings, for which, among other things, tests use the real launcher, too. Where torch sees a
-GPU, which no fork can share, and for commands with an environment of their own, processes stay fresh: see launch.py.
+Imports take most of the time of a short run: seven of the eight seconds of a rank with sixty tiny steps. A fork saves
+them. Ranks are forked after the imports and before any thread, process group or device exists. Besides modules, forks
+share the hash seed, and so the order of sets of strings; this is one reason why some tests use the real launcher.
+Processes stay fresh where torch sees a GPU, which forks cannot share, and for commands with their own environment: see
+launch.py.
 
     tests           Server -> one process of this file, by a socket: words, environment, a file to write to
     this process    forks a guardian, which forks a leader of a new session, waits, and tells its exit code
@@ -28,22 +29,22 @@ from typing import NoReturn
 
 from tests.support import spawn
 
-LARGEST = 1 << 17                                 # bytes of one order; a socket takes 200 kB
+LARGEST = 1 << 17                                 # bytes of one order; a socket accepts about 200 kB
 
 
 class Forked:
-    """What tests use of subprocess.Popen, for the leader of a session that somebody else has forked."""
+    """The part of subprocess.Popen's interface that tests use, for a session leader that another process has forked."""
 
     def __init__(self, orders: socket.socket, order: dict, log: int):
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         try:
-            socket.send_fds(orders, [json.dumps(order).encode()], [log, tells])
+            socket.send_fds(orders, [json.dumps(order).encode()], [log, writer])
         finally:
-            os.close(tells)
-        self._news, self.returncode = os.fdopen(told), None
-        said = self._news.readline()
-        assert said, "tests/support/forks.py has ended"
-        self.pid, self.args = int(said), order["words"]
+            os.close(writer)
+        self._news, self.returncode = os.fdopen(reader), None
+        line = self._news.readline()
+        assert line, "tests/support/forks.py has ended"
+        self.pid, self.args = int(line), order["words"]
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -54,9 +55,9 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._news], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            said = self._news.readline()
-            assert said, "nobody knows how the process has ended"
-            self.returncode = int(said)
+            line = self._news.readline()
+            assert line, "the exit code of the process is unknown"
+            self.returncode = int(line)
             self._news.close()
         return self.returncode
 
@@ -69,13 +70,13 @@ class Forked:
 
 
 class Server:
-    """The process that forks; ready once made, and with it DeepSpeed's operator compiled. It ends with this one."""
+    """The process that forks; it ends with this one. The constructor returns when DeepSpeed's operator is compiled."""
 
     def __init__(self, environment: dict[str, str]):
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen([sys.executable, "-m", "tests.support.forks", str(theirs.fileno())],
-                                             env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        self._orders, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
+            self._process = subprocess.Popen([sys.executable, "-m", "tests.support.forks", str(server_end.fileno())],
+                                             env=environment, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL,
                                              stdout=subprocess.DEVNULL, start_new_session=True)
         atexit.register(self.close)
         assert self._orders.recv(1), "tests/support/forks.py has ended before it could fork"
@@ -91,7 +92,7 @@ class Server:
 
 
 def load() -> None:
-    """What most ranks import, and the operator that all need; nothing that starts a thread."""
+    """Imports what most ranks need and builds DeepSpeed's operator; starts no thread."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imports torch's compiler, as every engine does
     import diffusers  # noqa: F401
     import matplotlib.figure  # noqa: F401
@@ -103,11 +104,11 @@ def load() -> None:
     from dstrain.command import cli  # noqa: F401
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
-    gc.freeze()                                   # a collection in a fork would write to all of it, and so copy it
+    gc.freeze()                                 # a garbage collection in a fork would write to all this, and so copy it
 
 
 def serve(orders: socket.socket) -> None:
-    """Until there is nothing more to do; a fork never returns."""
+    """Forks a guardian for each order until the socket closes; a fork never returns from here."""
     while True:
         message, files, _, _ = socket.recv_fds(orders, LARGEST, 2)
         with contextlib.suppress(ChildProcessError):                      # earlier guardians
@@ -126,7 +127,7 @@ def guard(order: dict, log: int, news: int) -> NoReturn:
     leader = os.fork()
     if leader:
         code = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
-        with contextlib.suppress(BrokenPipeError):                        # nobody asks any more
+        with contextlib.suppress(BrokenPipeError):                        # nobody waits for the exit code
             os.write(news, f"{code}\n".encode())
         os._exit(0)
     os.setsid()
@@ -151,7 +152,7 @@ def guard(order: dict, log: int, news: int) -> NoReturn:
 
 
 class Child:
-    """What spawn.watch asks of subprocess.Popen, for a child that was forked."""
+    """The part of subprocess.Popen's interface that spawn.watch uses, for a forked child."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None
@@ -168,8 +169,8 @@ class Child:
 
 
 def become(words: list[str]) -> NoReturn:
-    """Runs a script as python does, and ends as it does, but that its modules are not taken apart, one by one: for what
-    was never written to, and is shared with all other forks, that is most of the work.
+    """Runs a script and ends the process like python, but does not tear down its modules one by one: that would write
+    to memory that all forks share, and take most of the time.
     """
     sys.argv, sys.path[0], code = words, str(Path(words[0]).parent), 0
     try:
@@ -188,8 +189,8 @@ def become(words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    given = socket.socket(fileno=int(sys.argv[1]))
+    orders = socket.socket(fileno=int(sys.argv[1]))
     load()
-    given.send(b"!")                              # ready
-    serve(given)
+    orders.send(b"!")                              # ready
+    serve(orders)
     os._exit(0)

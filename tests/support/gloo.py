@@ -1,4 +1,4 @@
-"""A few gloo processes on this machine, for tests of what ranks do together."""
+"""A few gloo processes on this machine, for tests of collective operations."""
 
 import os
 from collections.abc import Callable

@@ -19,14 +19,14 @@ def load(name: str) -> tuple[dict[str, Tensor], dict]:
 
 
 def stream(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
-    """The standard normal values that belong to a name."""
+    """Standard normal values that are a function of the name."""
     state = np.random.RandomState(zlib.crc32(name.encode()))
     return torch.from_numpy(np.asarray(state.standard_normal(tuple(shape)))).to(dtype)
 
 
 @torch.no_grad()
 def fill(network: nn.Module, keep: tuple[str, ...] = ()) -> nn.Module:
-    """Every floating-point entry from its own name, but those in `keep`."""
+    """Fills every floating-point entry of the state from its name, except those in `keep`."""
     for name, tensor in network.state_dict().items():
         if name in keep or not tensor.is_floating_point():
             continue

@@ -20,11 +20,11 @@ from tests.support.forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN = str(ROOT / "tests" / "support" / "spawn.py")
-PORTS = range(10000, 32000)                       # below those that Linux gives to outgoing connections, which take any
+PORTS = range(10000, 32000)                       # below the ports that Linux gives to outgoing connections
 
 
 def free_port() -> int:
-    """A port that nobody listens on; workers of pytest-xdist, who ask at the same time, have shares of their own."""
+    """A port that nobody listens on. Each worker of pytest-xdist has its own share, so two never get the same port."""
     worker, count = (int(os.environ.get(f"PYTEST_XDIST_WORKER{name}", value).removeprefix("gw"))
                      for name, value in (("", "gw0"), ("_COUNT", "1")))
     while True:
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without a launcher's words, one thread, no wandb network."""
+    """This process's environment without a launcher's variables; one thread, wandb disabled."""
     dropped = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), WANDB_MODE="disabled", PYTHONUNBUFFERED="1")
@@ -51,25 +51,25 @@ def environment(**more: str) -> dict[str, str]:
 def command(script: str, *arguments: str, num: int = 2, launcher: bool = False) -> list[str]:
     """The command line for `num` ranks on this machine.
 
-    launcher: by `deepspeed`. Else several are started by spawn.py, and one alone by plain python, which a user may type
-    as well; both are cheap, see `start`.
+    launcher: start the ranks by `deepspeed`. Otherwise spawn.py starts several ranks, and plain python a single one, as
+    a user may do, too. Both are cheap, see `start`.
     """
     words = [str(ROOT / script), *map(str, arguments)]
     if not launcher:
         return [sys.executable, *([SPAWN, str(num), str(free_port())] * (num > 1)), *words]
-    found = shutil.which("deepspeed", path=environment()["PATH"])
-    assert found, "the `deepspeed` launcher is not installed beside this Python"
-    return [sys.executable, found, "--hostfile", "none", "--num_gpus", str(num), "--master_port", str(free_port()),
-            *words]
+    launcher_path = shutil.which("deepspeed", path=environment()["PATH"])
+    assert launcher_path, "the `deepspeed` launcher is not installed beside this Python"
+    return [sys.executable, launcher_path, "--hostfile", "none", "--num_gpus", str(num),
+            "--master_port", str(free_port()), *words]
 
 
 def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
     """Starts a command of `command` in a session of its own, which writes to the file `log`.
 
-    Ranks without the launcher are forked from one process that has done their imports, which else are most of what a
-    short run costs; fresh processes they are where the environment differs or torch sees a GPU.
+    Ranks without the launcher are forked from one process that has done their imports, because imports take most of the
+    time of a short run. They are fresh processes where the environment differs or torch sees a GPU.
     """
-    server = None if torch.cuda.is_available() else _server()    # first of all: nothing below need compile the operator
+    server = None if torch.cuda.is_available() else _server()    # first: it compiles the operator for all
     script = 4 if words[1] == SPAWN else 1
     if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env:
         return subprocess.Popen(words, env=environment(**env), stdout=log, stderr=subprocess.STDOUT,
@@ -79,7 +79,7 @@ def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
 
 
 def run(words: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
-    """Starts a command and waits for its end; stdout holds all that it said."""
+    """Starts a command and waits for its end; stdout holds its whole output."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = start(words, log, **env)
         try:
@@ -93,14 +93,14 @@ def run(words: list[str], timeout: float = 300, **env: str) -> subprocess.Comple
 
 def launch(script: str, *arguments: str, num: int = 2, timeout: float = 300, check: bool = True,
            launcher: bool = False, **env: str) -> subprocess.CompletedProcess:
-    """Runs a script on `num` ranks to its end; its output goes into the failure."""
+    """Runs a script on `num` ranks to its end; a failure shows its output."""
     done = run(command(script, *arguments, num=num, launcher=launcher), timeout, **env)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
     return done
 
 
 def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) -> tuple[int, str, str]:
-    """Runs a script of launch/ in this process, as one without a launcher: exit code, stdout, stderr."""
+    """Runs a script of launch/ in this process, as without a launcher: exit code, stdout, stderr."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

@@ -2,9 +2,9 @@
 
     host-a, 10.77.0.1 --- switch --- host-b, 10.77.0.2
 
-A host has its own interfaces, name, processes and mounts; the files are this machine's, so any folder is shared until
-one host mounts something over it. Its namespaces have no names, so they end with their processes; these end with the
-first of them, sshd; and that one ends with the test's process, however that may end.
+A host has its own interfaces, name, processes and mounts. Its files are this machine's, so both hosts share every
+folder until one of them mounts something over it. Nothing outlives a test: the namespaces have no names and end with
+their processes, the processes end with the host's first one, sshd, and sshd ends with the test's process.
 """
 
 import os
@@ -44,7 +44,7 @@ StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 """
-# What a host does when it starts; mounts are its own. $1 name, $2 folder, $3 the path of sshd.
+# Runs when a host starts; the mounts belong to this host only. $1 name, $2 folder, $3 the path of sshd.
 BOOT = """\
 set -e
 hostname "$1"
@@ -74,7 +74,7 @@ def missing() -> str | None:
 
 
 class Host:
-    """One of the two: starts commands, pulls its cable, mounts, and tells what runs on it."""
+    """One of the two hosts: runs commands, lists its processes, unplugs and plugs in its cable."""
 
     def __init__(self, name: str, folder: Path):
         self.name = name
@@ -89,7 +89,7 @@ class Host:
         self._id = os.readlink(f"/proc/{self._first}/ns/pid")
 
     def _child(self, log: Path) -> int:
-        """The first process of the host, sshd, once it is ready to be spoken to."""
+        """Waits until the host's first process, sshd, accepts connections; its process id."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
             assert self._outer.poll() is None, f"{self.name} did not start:\n{log.read_text()}"
@@ -111,24 +111,24 @@ class Host:
         return done.stdout
 
     def processes(self) -> dict[int, list[str]]:
-        """Command lines by number of all that runs here beside sshd and what it keeps for an open connection."""
-        found = {}
+        """Command lines by process id, without sshd and its processes for open connections."""
+        commands = {}
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and os.readlink(entry / "ns/pid") == self._id:
                     words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
                     if words and "sshd" not in words[0]:                   # no words: a zombie
-                        found[int(entry.name)] = words
+                        commands[int(entry.name)] = words
             except OSError:                                                # it has just ended
                 continue
-        return found
+        return commands
 
     def link(self, state: str) -> None:
-        """Pulls the cable, "down", or plugs it in, "up"."""
+        """Unplugs the cable ("down") or plugs it in ("up")."""
         self.run("ip", "link", "set", "eth0", state)
 
     def plug(self, number: int, switch: int) -> None:
-        """Lays the cable to the switch, a process in a network of its own."""
+        """Connects the host to the switch, which is a process in a network of its own."""
         inside = ["nsenter", f"--target={switch}", "--net", "ip", "link"]
         for words in (["add", "name", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", self._first],
                       ["set", f"port{number}", "master", "bridge", "up"]):
@@ -138,7 +138,7 @@ class Host:
             self.run("ip", "link", "set", link, "up")
 
     def end(self) -> None:
-        self._outer.kill()                                                 # --kill-child takes sshd along, it the rest
+        self._outer.kill()                                   # --kill-child ends sshd too, and sshd's end ends the rest
         self._outer.wait()
         end = time.monotonic() + 10
         while self.processes() and time.monotonic() < end:
@@ -177,15 +177,15 @@ def workplace(folder: Path, **variables: str) -> Path:
     for name in ("launch", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    kept = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
-    told = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-            **kept, **variables}
-    (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in told.items()))
+    inherited = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                "CUDA_VISIBLE_DEVICES": "", **inherited, **variables}
+    (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     return folder
 
 
 def deepspeed(*words: object) -> list[str]:
     """The launcher's command line, by this Python."""
-    found = shutil.which("deepspeed", path=environment()["PATH"])
-    assert found, "the `deepspeed` launcher is not installed beside this Python"
-    return [sys.executable, found, *map(str, words)]
+    launcher = shutil.which("deepspeed", path=environment()["PATH"])
+    assert launcher, "the `deepspeed` launcher is not installed beside this Python"
+    return [sys.executable, launcher, *map(str, words)]

@@ -1,4 +1,4 @@
-"""Makes folders of small images, sound and broken."""
+"""Makes folders of small images, intact and broken."""
 
 import struct
 import zlib

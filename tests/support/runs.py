@@ -49,7 +49,7 @@ def wait_for(path: Path, process: subprocess.Popen | Forked, log: Path, seconds:
 
 def members(group: int) -> list[int]:
     """Living processes of a session."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -57,8 +57,8 @@ def members(group: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[3]) == group and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def ranks_of(group: int) -> list[int]:

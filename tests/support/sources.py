@@ -1,4 +1,4 @@
-"""Sources for tests of the batches; importable, so that workers can be given them."""
+"""Sources for tests of batches, in a module that loader workers can import."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from dstrain.data.source import BadSample, Source
 
 
 class Numbers(Source):
-    """Sample i is an image whose first pixel row spells i, with label i; those in `bad` cannot be read."""
+    """Sample i is an image whose first pixel row encodes i, with label i; those in `bad` cannot be read."""
 
     light = True
 
@@ -35,9 +35,7 @@ class Numbers(Source):
 
 
 class Slow(Numbers):
-    """Numbers whose workers leave a file PID, which says their number of threads, and take
-    `seconds` for a sample.
-    """
+    """Numbers whose workers take `seconds` for a sample and write their number of threads to a file, their PID."""
 
     def __init__(self, size: int, folder: str, seconds: float = 0.0) -> None:
         super().__init__(size)

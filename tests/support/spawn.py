@@ -1,7 +1,7 @@
 """Starts ranks as a launcher does, without one: python spawn.py NUM PORT SCRIPT [arguments].
 
-The `deepspeed` launcher imports deepspeed twice, one after the other, before it starts a rank: five seconds a launch,
-which only tests of the launcher itself need to pay. As it does, this ends all ranks when one has failed.
+The `deepspeed` launcher imports deepspeed twice before it starts a rank, which takes five seconds. Only tests of the
+launcher itself need that. Like the launcher, this script ends all ranks when one has failed.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def place(rank: int, num: int, port: str) -> dict[str, str]:
-    """What a launcher tells a rank on this machine by its environment."""
+    """The environment variables that a launcher sets for a rank on this machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
@@ -23,7 +23,7 @@ def watch(ranks: Sequence[Any]) -> int:
     while any(rank.poll() is None for rank in ranks):
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed:
-            time.sleep(2)                         # the others may have the same to say
+            time.sleep(2)                         # let the others print their message, too
             for rank in ranks:
                 rank.kill()
             return failed[0]

@@ -1,4 +1,4 @@
-"""A tiny network with the shapes that trouble ZeRO: odd sizes, a gain, a bias, a buffer, a frozen-at-zero layer."""
+"""A tiny network with shapes that are difficult for ZeRO: odd sizes, a gain, a bias, a buffer."""
 
 import torch
 from torch import Tensor, nn

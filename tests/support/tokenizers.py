@@ -1,4 +1,4 @@
-"""Tiny video tokenizers of the real class with random weights, in the folders that an export writes."""
+"""Tiny video tokenizers of the real class with random weights, in folders like those that an export writes."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """An autoregressive model of the tokens that a discrete VAE makes of images (as DALL-E's, without text).
 
-It is registered by an entry point. Of dstrain it needs systems/base.py, rng.py, and encoders/codec.py, which decodes what
-is drawn.
+An entry point registers it. It uses three modules of dstrain: systems/base.py, rng.py and encoders/codec.py, which
+decodes the tokens that it draws.
 """
 
 import torch
@@ -22,7 +22,7 @@ class Config(SystemConfig):
     num_tokens: int = Field(ge=2)
     """Ids of the tokens, filled in from the cache."""
     first_stage: str | None = None
-    """Folder of the exported autoencoder that decodes samples; None draws nothing."""
+    """Folder of the exported autoencoder that decodes samples; with None the system cannot draw samples."""
     dim: int = Field(64, ge=8)
     """Width of a token; a multiple of 4, the number of heads."""
     depth: int = Field(2, ge=1)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (B, n) -> logits (B, n + 1, ids) float32: of each token, given those before it."""
+    """Tokens (B, n) -> logits (B, n + 1, ids) float32 for each token, given the tokens before it; at most N places."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class TokenModel(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """One token after the other, each from its distribution; num_steps is of no use here."""
+        """Draws one token after the other from the predicted distribution; ignores num_steps."""
         keys, count = rng.keys_of_seeds(request.seeds), self.config.grid[0] * self.config.grid[1]
         tokens = torch.zeros((len(keys), 0), dtype=torch.int64, device=keys.device)
         for place in range(count):

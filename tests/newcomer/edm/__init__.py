@@ -1,7 +1,7 @@
 """EDM (Karras et al. 2022, "Elucidating the Design Space") with a small UNet of its own.
 
-A system as someone writes it who has read dstrain/systems/base.py and nothing else. A recipe names it by the name under
-which Python finds it: `system: edm`. Equations are those of the paper's table 1; sigma is the noise level.
+An example of a system by someone who has read only dstrain/systems/base.py. A recipe names it by its Python module:
+`system: edm`. Equation numbers and table 1 are the paper's; sigma is the noise level.
 """
 
 import torch
@@ -38,7 +38,7 @@ class Config(SystemConfig):
 
 
 class Block(nn.Module):
-    """Two convolutions about a condition, beside the identity: (B, i, H, W), (B, e) -> (B, o, H, W)."""
+    """A residual block of two convolutions, scaled by the condition: (B, i, H, W), (B, e) -> (B, o, H, W)."""
 
     def __init__(self, inner: int, outer: int, condition: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.scale = nn.Linear(condition, outer)
         self.norm2, self.conv2 = nn.GroupNorm(8, outer), nn.Conv2d(outer, outer, 3, padding=1)
         self.skip = nn.Conv2d(inner, outer, 1)
-        nn.init.zeros_(self.conv2.weight)         # as the paper's code does: a block begins as its skip connection
+        nn.init.zeros_(self.conv2.weight)         # as in the paper's code: a new block is only its skip connection
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x))) * (1 + self.scale(condition)[:, :, None, None])
@@ -94,7 +94,7 @@ class EDM(System):
         return data ** 2 / total.square() * x + s * data / total * out
 
     def losses(self, nets: Nets, example: Example) -> Tensor:
-        """Equation 8 for each sample (B,), sigma drawn log-normally."""
+        """The loss of equation 8 for each sample, (B,); sigma is log-normal."""
         key, x_start = example["key"], example["x_start"]
         sigma = (rng.normal(key, "sigma", (1,))[:, 0] * 1.2 - 1.2).exp()
         x = x_start + rng.normal(key, "noise", self.shape) * sigma.view(-1, 1, 1, 1)
@@ -115,7 +115,7 @@ class EDM(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Algorithm 1 without its noise, from sigma 80 to 0.002 with rho 7."""
+        """Deterministic sampling (algorithm 1; heun or euler), from sigma 80 to 0.002 with rho 7."""
         heun = self.sampler(request.sampler) == "heun"
         count = max(request.num_steps // (1 + heun), 2)                       # Heun's method calls the network twice
         ramp = torch.linspace(80 ** (1 / 7), 0.002 ** (1 / 7), count, device=request.seeds.device) ** 7
