@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
-from dstrain.data.order import permute
+from dstrain.data.order import Order
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
@@ -48,7 +48,7 @@ class MovingFashion(Source):
         if side < 5:
             raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
-        self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
+        self.order = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)

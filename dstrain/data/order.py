@@ -65,11 +65,6 @@ class Order:
         return index
 
 
-def permute(size: int, seed: int, epoch: int, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-    """Sample index at `position` (0 <= position < size) of one epoch; a bijection of [0, size)."""
-    return Order(size, seed).index_at(position + epoch * size)
-
-
 def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
     """One pass of the Feistel network over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
     left, right = np.divmod(index, b)

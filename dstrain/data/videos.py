@@ -25,7 +25,7 @@ from dstrain.data.clips import Cut, Listing, PICTURES, VIDEOS, read_clip
 from dstrain.data.folder import Folder, Names, few, labels_among, list_folder, split_of, summary_of_sizes
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
-from dstrain.data.source import BadSample, Item, Source
+from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -101,11 +101,9 @@ class Videos(Folder):
     def read(self, index: int, chance: float | None = None) -> Item:
         """The sample; `chance` chooses the window, None takes the middle one. BadSample: it cannot be read."""
         name = self.name(index)
-        try:
+        with reading(name, self.path / name):
             video, frames, listing = read_clip(self.path / name, self.cut, chance, self._listings.get(index))
             caption = self._caption(index, name)
-        except Exception as error:                # a hostile file may raise anything; Batches bounds how many may
-            raise BadSample.from_error(name, error, self.path / name) from error
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         self._listings[index] = listing
