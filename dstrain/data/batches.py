@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ _HELD_OUT_STEP = -1                           # of the keys of held-out samples:
 _BAD = "bad"                                  # entry of a worker's batch: what it could not read
 
 
-class Batches:
+class Batches(AbstractContextManager):
     """The batches of one rank.
 
     global_batch: samples of one optimizer step over all ranks and micro-steps. micro_batch: samples of one forward pass
@@ -90,9 +91,6 @@ class Batches:
             self._release()
             atexit.unregister(self._release)
         self._release, self._batches, self._next = None, None, -1
-
-    def __enter__(self) -> "Batches":
-        return self
 
     def __exit__(self, *_error) -> None:
         self.close()

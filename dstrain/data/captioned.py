@@ -125,8 +125,7 @@ class CaptionedTars(Source):
 
     def fingerprint(self) -> str:
         digest = blake2b(self.keys.blob + self.places.tobytes(), digest_size=8)
-        return (f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()} "
-                f"captions={self.captions}")
+        return f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()} captions={self.captions}"
 
 
 def add_captions(digest: Any, root: Path, names: Names) -> None:

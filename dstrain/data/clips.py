@@ -92,9 +92,6 @@ def _read(path: Path, cut: Cut, chance: float | None, listing: Listing | None) -
     return torch.stack(frames + padding), len(frames), listing
 
 
-# --------------------------------------------------------------------------------------------------------------- FFmpeg
-
-
 def list_frames(path: Path) -> Listing:
     """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
     with _opened(path) as (container, stream):
@@ -172,9 +169,7 @@ def _frames(path: Path, first: int, listing: Listing) -> Iterator[tuple[int, Any
 
 
 def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """The keyframe at the beginning of `packets` with the packets behind it up to the first that is not leading, and
-    how many are leading; ([], 0) where no keyframe begins them.
-    """
+    """The packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no keyframe."""
     head: list[Any] = []
     for packet in packets:
         if packet.size and packet.pts is None or not head and not packet.is_keyframe:
@@ -191,9 +186,6 @@ def _pixels(frame: Any, cut: Cut) -> Tensor:
     if frame.rotation % 360:                      # of a telephone held upright
         image = image.rotate(frame.rotation, expand=True)
     return _cropped(image, cut)
-
-
-# --------------------------------------------------------------------------------------------------------------- Pillow
 
 
 def _pictures(path: Path, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from dstrain.data.folder import Folder, Names, class_folders, labels_among, list_folder, split_of
+from dstrain.data.folder import Folder, class_folders, list_folder
 from dstrain.data.pixels import SUFFIXES, center_crop, read_image, to_tensor
 from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
@@ -109,13 +109,8 @@ class ImageFolder(Folder):
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.path, where = Path(self.path), f"data.path={self.path}"
-        names, labels, folders = list_folder(self.path, SUFFIXES)
-        if self.classes:
-            labels = labels_among(self.classes, labels, folders, where)
-        self.classes = self.classes or folders
-        names, self.labels = split_of(names, labels, self.split, self.held_out, where, "image")
-        self.names = Names(names)
+        self.path = Path(self.path)
+        self._select(*list_folder(self.path, SUFFIXES), "data.path", "image")
 
     def __getitem__(self, index: int) -> Item:
         name = self.name(index)

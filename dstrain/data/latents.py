@@ -56,6 +56,10 @@ class Latents(Source):
         self.encoding: dict[str, Any] = self.index["encoding"]
         self.classes = tuple(self.index["classes"])
         self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
+        self.captioned = "caption" in self.extras
+        # Where all files fit into half of the memory, the page cache keeps them, and workers only cost.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.light = sum(shard["size"] for shard in self.index["shards"]) < memory // 2
         for shard in self.index["shards"]:
             path = self.path / shard["name"]
             if not path.exists():
@@ -74,16 +78,6 @@ class Latents(Source):
             raise ConfigError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
                               f"for the {self.split} split: choose another fraction or give data.held_out_path")
         return members
-
-    @property
-    def captioned(self) -> bool:
-        return "caption" in self.extras
-
-    @property
-    def light(self) -> bool:
-        """Whether all files fit into half of the memory, where the page cache keeps them: then workers only cost."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return sum(shard["size"] for shard in self.index["shards"]) < memory // 2
 
     def __len__(self) -> int:
         return self.encoding["number"] if self.members is None else len(self.members)

@@ -151,8 +151,9 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """uint8 (N, channels, H, W): all pictures of a folder, in the order of their names, or `arr_0` of an .npz as
-    launch/generate.py writes it. ConfigError: no such pictures, or of several sizes.
+    """uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of launch/generate.py.
+
+    ConfigError: no such pictures, or of several sizes.
     """
     path = samples_path(path)
     if path.is_dir():
@@ -160,7 +161,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
         try:
             sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
             if len(set(sizes.values())) != 1:
-                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give some of one size")
+                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give one size only")
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None

@@ -50,9 +50,6 @@ def shard_name(number: int) -> str:
     return f"shard_{number:05d}.safetensors"
 
 
-# ------------------------------------------------------------------------------------------------------------ one shard
-
-
 def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     """The bytes of a shard; `facts` is JSON."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
@@ -132,13 +129,8 @@ def _header(file: BinaryIO) -> dict[str, Any]:
     return json.loads(text)
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
-
-
 def sums(codes: np.ndarray) -> dict[str, Any]:
-    """By channel, the sum of the latents' means and that of their second moments, of one shard; of token ids the
-    largest.
-    """
+    """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
     mean, std = codes[:, :, 0].astype(np.float64), codes[:, :, 1].astype(np.float64)              # (n, flips, C, h, w)
@@ -167,9 +159,6 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
             "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
 
 
-# ------------------------------------------------------------------------------------------------------------ the index
-
-
 def short(encoding: dict[str, Any]) -> str:
     """A hash of an encoding, which its shards carry."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -189,8 +178,7 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether launch/encode.py has written into a folder: by how its files begin, since other tools use these names.
-    """
+    """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
             with open(folder / name, "rb") as file:

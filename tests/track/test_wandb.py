@@ -232,7 +232,7 @@ def test_a_wandb_that_raises_ends_nothing(tmp_path, monkeypatch, kind):
 
     sent, said = sink(tmp_path, monkeypatch, Fake(log=fail))
     sent.log({"a": 1.0}, 1)
-    sent.picture("samples", tmp_path / "none.png", 1)
+    sent.media("samples", tmp_path / "none.png", 1)
     sent.close()
     assert sent.dropped == 2
 
