@@ -102,7 +102,7 @@ class Batches(AbstractContextManager):
             options = dict(num_workers=self.num_workers, prefetch_factor=2, worker_init_fn=workers.prepare,
                            multiprocessing_context=workers.context())
         loader = DataLoader(self._stream, sampler=_positions(step, self._steps, *self._layout), batch_size=None,
-                            collate_fn=_unchanged, pin_memory=self.device.type == "cuda", **options)
+                            pin_memory=self.device.type == "cuda", **options)
         with workers.starting() as semaphores:
             reader = iter(loader)
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
@@ -189,10 +189,6 @@ def _positions(step: int, steps: int | None, global_batch: int, micro_batch: int
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
             start = number * global_batch + offset
             yield range(start, start + micro_batch)
-
-
-def _unchanged(batch: dict) -> dict:
-    return batch
 
 
 def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

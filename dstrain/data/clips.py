@@ -79,15 +79,13 @@ def read_clip(path: Path, cut: Cut, chance: float | None = None,
     Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
     early, a damaged frame, and one above the cap.
     """
-    return with_retries(lambda: _read(path, cut, chance, listing))
+    def read() -> tuple[list[Tensor], Listing]:
+        if path.suffix.lower() in PICTURES:
+            return _pictures(path, cut, chance)
+        listed = listing or list_frames(path)
+        return _video(path, cut, cut.window(listed.count, chance), listed), listed
 
-
-def _read(path: Path, cut: Cut, chance: float | None, listing: Listing | None) -> tuple[Tensor, int, Listing]:
-    if path.suffix.lower() in PICTURES:
-        frames, listing = _pictures(path, cut, chance)
-    else:
-        listing = listing or list_frames(path)
-        frames = _video(path, cut, cut.window(listing.count, chance), listing)
+    frames, listing = with_retries(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
     return torch.stack(frames + padding), len(frames), listing
 

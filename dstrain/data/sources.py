@@ -17,14 +17,13 @@ from dstrain.ranks import group
 from dstrain.recipe import Codes, ConfigError, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
-KINDS = {"images": "images", "clips": "videos", "latents": "cached latents", "image_tokens": "cached tokens of images",
-         "clip_tokens": "cached tokens of videos", "pairs": "embedding pairs"}
-_REMEDIES = {"images": "give a folder of images",
-             "clips": "give a folder of videos, with data.num_frames=17, say",
-             "latents": "give what launch/encode.py makes by a KL autoencoder",
-             "image_tokens": "give what launch/encode.py makes by a discrete VAE",
-             "clip_tokens": "give what launch/encode.py makes by a phenaki.tokenizer",
-             "pairs": f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"}
+KINDS = {                                                # what data may hold: its name and the remedy, for messages
+    "images": ("images", "give a folder of images"),
+    "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
+    "latents": ("cached latents", "give what launch/encode.py makes by a KL autoencoder"),
+    "image_tokens": ("cached tokens of images", "give what launch/encode.py makes by a discrete VAE"),
+    "clip_tokens": ("cached tokens of videos", "give what launch/encode.py makes by a phenaki.tokenizer"),
+    "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}")}
 
 
 def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | None]:
@@ -156,13 +155,13 @@ def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: 
         return
     if kind == "images" and "clips" in learns_from:
         raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
-    expected = f"{system} learns from {' or '.join(KINDS[own] for own in learns_from)}"
+    expected = f"{system} learns from {' or '.join(KINDS[own][0] for own in learns_from)}"
     systems = " or ".join(f"system={name}" for name in learners(kind))
     choice = f", or choose {systems}" if systems else ""
     if kind == "clips" and data.num_frames:
         raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
-    remedy = " or ".join(_REMEDIES[own] for own in learns_from)
-    raise ConfigError(f"data.path={data.path} holds {KINDS[kind]}, and {expected}: {remedy}{choice}")
+    remedy = " or ".join(KINDS[own][1] for own in learns_from)
+    raise ConfigError(f"data.path={data.path} holds {KINDS[kind][0]}, and {expected}: {remedy}{choice}")
 
 
 def _open_codes(data: Data) -> tuple[Latents, Latents | None]:

@@ -157,9 +157,9 @@ def test_a_picture_is_a_clip_of_one_frame(tmp_path, suffix):
     options = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}.get(suffix, {})
     image.save(tmp_path / f"a{suffix}", **options)
     video, real, _ = read_clip(tmp_path / f"a{suffix}", Cut(5, 32, 32))
-    wanted = to_tensor(center_crop(image, 32))
+    expected = to_tensor(center_crop(image, 32))
     assert real == 1 and all(torch.equal(frame, video[0]) for frame in video)
-    assert (video[0].int() - wanted.int()).abs().max() <= (6 if suffix == ".jpg" else 0)
+    assert (video[0].int() - expected.int()).abs().max() <= (6 if suffix == ".jpg" else 0)
 
 
 def test_a_still_cut_takes_the_first_frame_alone(tmp_path):
@@ -182,8 +182,8 @@ def test_the_crop_of_a_rectangle(size, width, height):
     expected = expected.resize((wide, high), Image.Resampling.BICUBIC)
     x, y = (expected.width - width) // 2, (expected.height - height) // 2
     expected = expected.crop((x, y, x + width, y + height))
-    found = center_crop(image, width, height)
-    assert found.size == (width, height) and np.array_equal(found, expected)
+    cropped = center_crop(image, width, height)
+    assert cropped.size == (width, height) and np.array_equal(cropped, expected)
 
 
 def test_windows():

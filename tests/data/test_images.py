@@ -60,13 +60,13 @@ def test_builtin_is_what_the_script_makes(tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main(tmp_path / "again.npz")
-    with np.load(tmp_path / "again.npz") as again, np.load(BUILTIN / "fashion-mini.npz") as ours:
-        assert sorted(again) == sorted(ours)
+    with np.load(tmp_path / "again.npz") as again, np.load(BUILTIN / "fashion-mini.npz") as packaged:
+        assert sorted(again) == sorted(packaged)
         for split in ("train_label", "held_out_label"):
-            assert np.array_equal(again[split], ours[split])
+            assert np.array_equal(again[split], packaged[split])
         # the pixels, since another liblzma may pack differently
         for split in ("train", "held_out"):
-            assert module.lzma.decompress(again[split]) == module.lzma.decompress(ours[split])
+            assert module.lzma.decompress(again[split]) == module.lzma.decompress(packaged[split])
 
 
 @needs_debian
@@ -325,10 +325,10 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     asked, stat = [], os.stat
     monkeypatch.setattr(folder_module, "_ASKED", 3)
     monkeypatch.setattr(os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
-    found = source.fingerprint()
+    sampled = source.fingerprint()
     assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
     asked.clear()
-    assert found != source.contents() and len(asked) == 6
+    assert sampled != source.contents() and len(asked) == 6
 
 
 def test_names_are_a_list():
