@@ -69,17 +69,15 @@ class CaptionedFolder(Folder):
             caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
             return _item(read_image(path, self.image_size), caption)
 
+    def contents(self) -> str:
+        names, texts = blake2b(self.names.blob, digest_size=8), blake2b()
+        add_captions(texts, self.path, self.names)
+        return (f"captioned n={len(self)} names={names.hexdigest()} "
+                f"{summary_of_sizes(self.path, self.names, texts.digest())}")
+
     def fingerprint(self) -> str:
-        """Of names, captions and sizes; of all files, since all will be read."""
+        """Of all files, since all will be read."""
         return self.contents()
-
-    def _summary(self) -> str:
-        return f"captioned n={len(self)} names={blake2b(self.names.blob, digest_size=8).hexdigest()}"
-
-    def _files(self, names: Names) -> str:
-        texts = blake2b()
-        add_captions(texts, self.path, names)
-        return summary_of_sizes(self.path, names, texts.digest())
 
 
 class CaptionedTars(Source):
