@@ -1,13 +1,14 @@
-"""Images a second from JPEG to a training crop: ours against the plain way, on this machine.
+"""Images a second from JPEG to a training crop: read_image against the plain way, on this machine.
 
     python launch/bench_data.py [--width 500 --height 375 --size 256 --rounds 100] [--start]
 
 plain      open, convert to RGB, the ADM centre crop by its definition, uint8 (C, H, W)
 official   the same, then a random flip, ToTensor and Normalize, as the DiT loader does on the CPU
-ours       read_image: uint8 (C, H, W), the same pixels as plain; `draft` decodes JPEG at reduced
-size --start    seconds until the first batch of four workers, for each way to start processes
+read_image uint8 (C, H, W), the same pixels as plain
+draft      read_image with draft=True, which decodes JPEG at reduced size
+--start    seconds until the first batch of four workers, for each way to start processes
 
-Timed in turn, A B C A B C, on one core; given are the fastest and the median of the rounds.
+The ways are timed in turn, A B C A B C, on one core. The table shows the fastest and the median of the rounds.
 """
 
 import argparse
@@ -44,9 +45,8 @@ def main() -> None:
 def crops(path: Path, size: int, rounds: int) -> None:
     """Prints images a second of each way and its ratio to the plain one."""
     ways = {"plain": lambda: plain(path, size), "official": lambda: official(path, size),
-            "ours": lambda: read_image(path, size),
-            "ours, draft": lambda: read_image(path, size, draft=True)}
-    assert torch.equal(ways["plain"](), ways["ours"]()), "the pixels differ"
+            "read_image": lambda: read_image(path, size), "draft": lambda: read_image(path, size, draft=True)}
+    assert torch.equal(ways["plain"](), ways["read_image"]()), "the pixels differ"
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -68,8 +68,7 @@ def by_definition(path: Path, size: int) -> np.ndarray:
     while min(*image.size) >= 2 * size:
         image = image.resize(tuple(x // 2 for x in image.size), resample=Image.Resampling.BOX)
     scale = size / min(*image.size)
-    image = image.resize(tuple(round(x * scale) for x in image.size),
-                         resample=Image.Resampling.BICUBIC)
+    image = image.resize(tuple(round(x * scale) for x in image.size), resample=Image.Resampling.BICUBIC)
     array = np.array(image)
     y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
     return array[y:y + size, x:x + size]
@@ -96,9 +95,9 @@ def starts(folder: str, size: int) -> None:
     from dstrain.data import workers
     from dstrain.data.batches import Batches
     from dstrain.data.images import open_images
-    source, ours = open_images(folder, size), workers.context
+    source, default = open_images(folder, size), workers.context
     for method in ("fork", "spawn", "forkserver"):
-        workers.context = ours
+        workers.context = default
         if method != "forkserver":
             workers.context = lambda: multiprocessing.get_context(method)
         seconds = []

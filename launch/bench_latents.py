@@ -1,13 +1,13 @@
-"""Samples a second from cached latents: our shards against one .npy file for each sample, on this machine.
+"""Samples a second from cached latents: shards against one .npy file for each sample, on this machine.
 
     python launch/bench_latents.py [--samples 10000 --batch 256 --channels 4 --size 32 --rounds 50 --dtype float16]
 
 files      one latent a file, float32, and its label in another, as fast-DiT caches them: np.load of both, stacked
 shards     data/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch
 
-Both read the same indices, drawn anew each round, after one pass over all that brings them into memory. Timed in turn,
-A B A B, on one core; given are the fastest and the median of the rounds. A file of float32 latents has as many bytes as
-mean and deviation in float16.
+Both read the same indices, drawn anew each round, after one pass over all that brings them into memory. They are timed
+in turn, A B A B, on one core. The table shows the fastest and the median of the rounds. A file of float32 latents has
+as many bytes as mean and deviation in float16.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def compare(root: Path, options: argparse.Namespace) -> None:
             "shards": lambda index, side: source.take(index, side)}
     every = torch.arange(options.samples)
     for way in ways.values():
-        found = way(every[-options.batch:], torch.zeros(options.batch, dtype=torch.bool))["latent_mean"]
-        assert torch.allclose(found.float(), stored(every[-options.batch:], options)[:, 0, 0], atol=1e-2)
+        means = way(every[-options.batch:], torch.zeros(options.batch, dtype=torch.bool))["latent_mean"]
+        assert torch.allclose(means.float(), stored(every[-options.batch:], options)[:, 0, 0], atol=1e-2)
         for part in every.split(options.batch):
             way(part, torch.ones(len(part), dtype=torch.bool))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -68,7 +68,7 @@ def compare(root: Path, options: argparse.Namespace) -> None:
 
 
 def stored(index: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
-    """Codes of some samples, made up: float32 (b, 2, 2, C, h, w)."""
+    """Codes of the samples at `index`, made up: float32 (b, 2, 2, C, h, w)."""
     shape = (len(index), 2, 2, options.channels, options.size, options.size)
     return (index.view(-1, 1, 1, 1, 1, 1) % 97 / 97 + 0.1).expand(shape)
 

@@ -23,7 +23,7 @@ RULES = {
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
-    "data": GROUND, "data.builtin.make_emoji_pairs": ("encoders",),
+    "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
@@ -83,6 +83,8 @@ def within(name: str, folder: str) -> bool:
 def allowed(module: str) -> tuple[str, ...]:
     """What of dstrain a module may import, itself and its folder included."""
     if module.startswith("launch."):
+        if module.startswith("launch.builtin."):
+            return ("encoders",)                                   # the tools that made the packaged data
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:

@@ -1,6 +1,5 @@
 """The list of the files that could not be read, and how many of them a run tolerates."""
 
-import os
 import warnings
 from pathlib import Path
 
@@ -29,7 +28,9 @@ class BadFiles:
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
-        self.names |= self._listed()
+        if self.path is not None and self.path.exists():
+            listed = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            self.names |= {line.split("\t")[0] for line in listed}
         for name, reason in lines:
             if name not in self.names:
                 self.names.add(name)
@@ -41,22 +42,13 @@ class BadFiles:
                 f"{self.path or 'no list, since no folder was given'}. Repair or remove them and delete the list, or "
                 "raise data.max_bad_fraction")
 
-    def _listed(self) -> set[str]:
-        if self.path is None or not self.path.exists():
-            return set()
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return {line.split("\t")[0] for line in lines}
-
     def _append(self, line: str) -> None:
         if self.path is None:
             warnings.warn(f"cannot be read, replaced: {line.strip()}", stacklevel=2)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line.encode())          # one write: lines of two ranks never mix
-        finally:
-            os.close(file)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(line.encode())              # one write: lines of two ranks never mix
 
 
 def _printable(text: str) -> str:

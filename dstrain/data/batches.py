@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ _HELD_OUT_STEP = -1                           # of the keys of held-out samples:
 _BAD = "bad"                                  # entry of a worker's batch: what it could not read
 
 
-class Batches:
+class Batches(AbstractContextManager):
     """The batches of one rank.
 
     global_batch: samples of one optimizer step over all ranks and micro-steps. micro_batch: samples of one forward pass
@@ -91,9 +92,6 @@ class Batches:
             atexit.unregister(self._release)
         self._release, self._batches, self._next = None, None, -1
 
-    def __enter__(self) -> "Batches":
-        return self
-
     def __exit__(self, *_error) -> None:
         self.close()
 
@@ -103,8 +101,8 @@ class Batches:
         if self.num_workers:
             options = dict(num_workers=self.num_workers, prefetch_factor=2, worker_init_fn=workers.prepare,
                            multiprocessing_context=workers.context())
-        loader = DataLoader(self._stream, sampler=_Positions(step, self._steps, *self._layout), batch_size=None,
-                            collate_fn=_unchanged, pin_memory=self.device.type == "cuda", **options)
+        loader = DataLoader(self._stream, sampler=_positions(step, self._steps, *self._layout), batch_size=None,
+                            pin_memory=self.device.type == "cuda", **options)
         with workers.starting() as semaphores:
             reader = iter(loader)
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
@@ -184,53 +182,31 @@ class _Stream:
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
 
-class _Positions:
+def _positions(step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,
+               world: int) -> Iterator[range]:
     """The stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
-
-    def __init__(self, step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,
-                 world: int) -> None:
-        self.steps = itertools.count(step) if steps is None else range(step, steps)
-        self.micro_batch = micro_batch
-        self.global_batch = global_batch
-        self.offsets = range(rank * micro_batch, global_batch, world * micro_batch)
-
-    def __iter__(self) -> Iterator[range]:
-        for step in self.steps:
-            for offset in self.offsets:
-                start = step * self.global_batch + offset
-                yield range(start, start + self.micro_batch)
-
-
-def _unchanged(batch: dict) -> dict:
-    return batch
+    for number in itertools.count(step) if steps is None else range(step, steps):
+        for offset in range(rank * micro_batch, global_batch, world * micro_batch):
+            start = number * global_batch + offset
+            yield range(start, start + micro_batch)
 
 
 def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in use."""
     side = torch.cuda.Stream(device)
-
-    def send(host: Batch) -> tuple[Batch, torch.cuda.Event]:
-        with torch.cuda.stream(side):
-            return placed(host, device, non_blocking=True), side.record_event()
-
-    ready = None
-    for host in batches:
-        coming = send(host)
-        if ready is not None:
-            yield _hand_over(*ready, device)
-        ready = coming
-    if ready is not None:
-        yield _hand_over(*ready, device)
-
-
-def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Orders the current stream behind the copy; record_stream keeps the allocator from reusing the memory too soon."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(copied)
-    for tensor in batch.values():
-        if tensor.is_cuda:
-            tensor.record_stream(current)
-    return batch
+    ahead: list[tuple[Batch, torch.cuda.Event]] = []
+    for host in itertools.chain(batches, [None]):                      # None: the last copy is still to be handed over
+        if host is not None:
+            with torch.cuda.stream(side):
+                ahead.append((placed(host, device, non_blocking=True), side.record_event()))
+        if len(ahead) > 1 or ahead and host is None:
+            batch, copied = ahead.pop(0)
+            current = torch.cuda.current_stream(device)
+            current.wait_event(copied)
+            for tensor in batch.values():
+                if tensor.is_cuda:
+                    tensor.record_stream(current)                      # or the memory could be used anew too soon
+            yield batch
 
 
 def _check(global_batch: int, micro_batch: int, rank: int, world: int) -> None:

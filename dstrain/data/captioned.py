@@ -19,7 +19,7 @@ from torch import Tensor
 from dstrain.data.folder import Folder, Names, of_each, summary_of_sizes
 from dstrain.data.pixels import SUFFIXES, decode, read_image
 from dstrain.data.rows import packed
-from dstrain.data.source import BadSample, Item, Source
+from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
 
 _MAX_BYTES = 1 << 28                              # of a member that is read
@@ -65,23 +65,19 @@ class CaptionedFolder(Folder):
     def __getitem__(self, index: int) -> Item:
         name = self.names[index]
         path = self.path / name
-        try:
+        with reading(name, path):
             caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
             return _item(read_image(path, self.image_size), caption)
-        except Exception as error:                # a hostile file may raise anything; the caller bounds how many may
-            raise BadSample.from_error(name, error, path) from error
+
+    def contents(self) -> str:
+        names, texts = blake2b(self.names.blob, digest_size=8), blake2b()
+        add_captions(texts, self.path, self.names)
+        return (f"captioned n={len(self)} names={names.hexdigest()} "
+                f"{summary_of_sizes(self.path, self.names, texts.digest())}")
 
     def fingerprint(self) -> str:
-        """Of names, captions and sizes; of all files, since all will be read."""
+        """Of all files, since all will be read."""
         return self.contents()
-
-    def _summary(self) -> str:
-        return f"captioned n={len(self)} names={blake2b(self.names.blob, digest_size=8).hexdigest()}"
-
-    def _files(self, names: Names) -> str:
-        texts = blake2b()
-        add_captions(texts, self.path, names)
-        return summary_of_sizes(self.path, names, texts.digest())
 
 
 class CaptionedTars(Source):
@@ -117,21 +113,17 @@ class CaptionedTars(Source):
 
     def __getitem__(self, index: int) -> Item:
         number, offset, size, text_offset, text_size = self.places[index].tolist()
-        try:
-            with open(self.root / self.tars[number], "rb") as file:
-                caption = _part(file, text_offset, text_size).decode("utf-8").strip()
-                image = decode(io.BytesIO(_part(file, offset, size)), self.image_size)
-            return _item(image, caption)
-        except Exception as error:                # as above
-            raise BadSample.from_error(self.name(index), error) from error
+        path = self.root / self.tars[number]
+        with reading(self.name(index), path), open(path, "rb") as file:
+            caption = _part(file, text_offset, text_size).decode("utf-8").strip()
+            return _item(decode(io.BytesIO(_part(file, offset, size)), self.image_size), caption)
 
     def name(self, index: int) -> str:
         return self.keys[index]
 
     def fingerprint(self) -> str:
         digest = blake2b(self.keys.blob + self.places.tobytes(), digest_size=8)
-        return (f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()} "
-                f"captions={self.captions}")
+        return f"captioned tars={len(self.tars)} n={len(self)} members={digest.hexdigest()} captions={self.captions}"
 
 
 def add_captions(digest: Any, root: Path, names: Names) -> None:

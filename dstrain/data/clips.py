@@ -13,7 +13,6 @@ group of pictures). So the number of a keyframe is its place among the packets p
 are decoded from the start. Both ways give the same frames.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dstrain.data.pixels import PIXEL_CAP, SUFFIXES, center_crop, to_mode, to_tensor, with_retries
+from dstrain.data.pixels import (FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor,
+                                 with_retries)
 from dstrain.recipe import ConfigError
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in lower case
 PICTURES = (*SUFFIXES, ".gif", ".apng")
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_FORMATS = (*FORMATS, "GIF")
 # FFmpeg goes by content: it would follow a playlist named .mp4 to other files, or to addresses in the network.
 _OPTIONS = {"format_whitelist": "mov,matroska,webm,avi", "protocol_whitelist": "file"}
 # Codecs whose packets are one visible picture each. VP8 hides some, and MPEG-4 in AVI packs two into one packet.
@@ -48,7 +48,6 @@ class Cut:
     channels: int = 3                             # 1 (grey) or 3 (RGB; transparency is laid on white)
     stride: int = 1
     still: bool = False
-    pixel_cap: int = PIXEL_CAP                    # of one frame of the file
 
     def window(self, count: int, chance: float | None = None) -> range:
         """The frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
@@ -80,25 +79,20 @@ def read_clip(path: Path, cut: Cut, chance: float | None = None,
     Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
     early, a damaged frame, and one above the cap.
     """
-    return with_retries(lambda: _read(path, cut, chance, listing))
+    def read() -> tuple[list[Tensor], Listing]:
+        if path.suffix.lower() in PICTURES:
+            return _pictures(path, cut, chance)
+        listed = listing or list_frames(path)
+        return _video(path, cut, cut.window(listed.count, chance), listed), listed
 
-
-def _read(path: Path, cut: Cut, chance: float | None, listing: Listing | None) -> tuple[Tensor, int, Listing]:
-    if path.suffix.lower() in PICTURES:
-        frames, listing = _pictures(path, cut, chance)
-    else:
-        listing = listing or list_frames(path, cut.pixel_cap)
-        frames = _video(path, cut, cut.window(listing.count, chance), listing)
+    frames, listing = with_retries(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
     return torch.stack(frames + padding), len(frames), listing
 
 
-# --------------------------------------------------------------------------------------------------------------- FFmpeg
-
-
-def list_frames(path: Path, pixel_cap: int = PIXEL_CAP) -> Listing:
+def list_frames(path: Path) -> Listing:
     """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
-    with _opened(path, pixel_cap) as (container, stream):
+    with _opened(path) as (container, stream):
         packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
         indexed = packaged and "mp4" in container.format.name
         if indexed and stream.frames and stream.frames == len(stream.index_entries):
@@ -111,7 +105,7 @@ def list_frames(path: Path, pixel_cap: int = PIXEL_CAP) -> Listing:
             whole = not any(packet.is_discard or packet.is_corrupt or packet.pts is None for packet in packets)
             if packets and packets[0].is_keyframe and whole:
                 return Listing(len(packets), _keyframes(packets, "pts"), "pts")
-    with _opened(path, pixel_cap) as (container, stream):
+    with _opened(path) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     if not count:
         raise ConfigError("holds no frame")
@@ -123,7 +117,7 @@ def _keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...
 
 
 @contextmanager
-def _opened(path: Path, pixel_cap: int) -> Iterator[tuple[Any, Any]]:
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     import av                                     # only videos need it
 
     # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
@@ -132,9 +126,7 @@ def _opened(path: Path, pixel_cap: int) -> Iterator[tuple[Any, Any]]:
         stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
         if stream is None or stream.codec_context is None:
             raise ConfigError("has no video stream that can be decoded")
-        if stream.codec_context.width * stream.codec_context.height > pixel_cap:
-            raise ConfigError(f"{stream.codec_context.width} x {stream.codec_context.height} pixels exceed the cap of "
-                              f"{pixel_cap}")
+        require_below_cap(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.thread_count = 1     # the workers are the threads
         yield container, stream
 
@@ -142,7 +134,7 @@ def _opened(path: Path, pixel_cap: int) -> Iterator[tuple[Any, Any]]:
 def _video(path: Path, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
     frames: list[Tensor] = []
     number = -1
-    for number, frame in _frames(path, cut.pixel_cap, window[0], listing):
+    for number, frame in _frames(path, window[0], listing):
         if number in window:
             if frame.is_corrupt:
                 raise ConfigError(f"frame {number} is damaged")
@@ -152,12 +144,12 @@ def _video(path: Path, cut: Cut, window: range, listing: Listing) -> list[Tensor
     raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
 
 
-def _frames(path: Path, pixel_cap: int, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
+def _frames(path: Path, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
     """(number, frame), beginning at frame `first` or before it."""
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
     for time in before[:-3:-1]:                   # two keyframes: with its leading pictures, one may lie behind `first`
-        with _opened(path, pixel_cap) as (container, stream):
+        with _opened(path) as (container, stream):
             container.seek(time + listing.delay, stream=stream)
             packets = container.demux(stream)
             head, leading = _head(packets)
@@ -170,14 +162,12 @@ def _frames(path: Path, pixel_cap: int, first: int, listing: Listing) -> Iterato
             if keyframe is not None and keyframe.pts == head[0].pts and not keyframe.is_corrupt:
                 yield from enumerate(chain([keyframe], shown), place + leading)
                 return
-    with _opened(path, pixel_cap) as (container, stream):
+    with _opened(path) as (container, stream):
         yield from enumerate(container.decode(stream))
 
 
 def _head(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """The keyframe at the beginning of `packets` with the packets behind it up to the first that is not leading, and
-    how many are leading; ([], 0) where no keyframe begins them.
-    """
+    """The packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no keyframe."""
     head: list[Any] = []
     for packet in packets:
         if packet.size and packet.pts is None or not head and not packet.is_keyframe:
@@ -196,23 +186,16 @@ def _pixels(frame: Any, cut: Cut) -> Tensor:
     return _cropped(image, cut)
 
 
-# --------------------------------------------------------------------------------------------------------------- Pillow
-
-
 def _pictures(path: Path, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
-        with Image.open(path, formats=_FORMATS) as image:
-            if image.width * image.height > cut.pixel_cap:
-                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of {cut.pixel_cap}")
-            count = getattr(image, "n_frames", 1)
-            # An animated PNG may hold one more picture, for viewers that cannot play it.
-            skipped = int(count > 1 and bool(image.info.get("default_image")))
-            frames = []
-            for number in cut.window(count - skipped, chance):
-                image.seek(number + skipped)
-                image.load()
-                frames.append(_cropped(image, cut))
+    with open_image(path, _FORMATS) as image:
+        count = getattr(image, "n_frames", 1)
+        # An animated PNG may hold one more picture, for viewers that cannot play it.
+        skipped = int(count > 1 and bool(image.info.get("default_image")))
+        frames = []
+        for number in cut.window(count - skipped, chance):
+            image.seek(number + skipped)
+            image.load()
+            frames.append(_cropped(image, cut))
     return frames, Listing(count - skipped)
 
 

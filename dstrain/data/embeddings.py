@@ -62,13 +62,9 @@ class Pairs(Source):
 
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
+        self.light = stored.size < 1 << 30            # small tables: workers only cost
         self.order = Order(len(stored))
         self.rows = self.order.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
-
-    @property
-    def light(self) -> bool:
-        """Whether the tables are small: then workers only cost."""
-        return self.stored.size < 1 << 30
 
     def __len__(self) -> int:
         return self.count
@@ -134,14 +130,11 @@ class Stored:
         return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
 
 
-# -------------------------------------------------------------------------------------------------------------- opening
-
-
 def _folder(root: Path) -> Stored:
     if not is_embeddings(root):
         raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
                           f".npy files (clip-retrieval's layout), or {BUILTIN}")
-    if not _complete(root / PLAN):
+    if (root / PLAN).exists() and not _complete(root / PLAN):         # folders of other tools have no plan
         raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
                           "began it once more, and it goes on where it stopped")
     tables = {}
@@ -169,11 +162,9 @@ def _folder(root: Path) -> Stored:
 
 
 def _complete(plan: Path) -> bool:
-    """Whether launch/encode.py has finished the folder; True where another tool wrote it."""
+    """Whether launch/encode.py has finished the folder."""
     try:
         return bool(json.loads(plan.read_text(encoding="utf-8"))["complete"])
-    except FileNotFoundError:
-        return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

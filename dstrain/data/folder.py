@@ -39,11 +39,16 @@ class Names:
 
 
 class Folder(Source):
-    """Files of the folder `path` as samples; a subclass fills `names` and `labels` int32 (N,)."""
+    """Files of the folder `path` as samples. A subclass sets the attributes, the last two by `_select`.
+
+    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: empty for those of the folder.
+    """
 
     path: Path
+    split: str
+    held_out: float
     names: Names
-    labels: np.ndarray
+    labels: np.ndarray                     # int32 (N,), indices into classes
 
     def __len__(self) -> int:
         return len(self.names)
@@ -51,11 +56,33 @@ class Folder(Source):
     def name(self, index: int) -> str:
         return self.names[index]
 
+    def _select(self, names: list[str], labels: np.ndarray, folders: tuple[str, ...], key: str, kind: str) -> None:
+        """Takes the samples of the split from what `list_folder` returns; labels then index `classes`.
+
+        A name is held out by its hash, so that adding a file moves no other. ConfigError: a class folder is not among
+        the classes, or the split is empty.
+        """
+        if self.classes:
+            unknown = [name for name in folders if name not in self.classes]
+            if unknown:
+                raise ConfigError(f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
+                                  f"training data ({few(self.classes)}): rename or remove them")
+            labels = np.array([self.classes.index(name) for name in folders] or [0], np.int32)[labels]
+        self.classes = self.classes or folders
+        if self.split != "all" and self.held_out:
+            unseen = self.split == "held_out"
+            members = [index for index, name in enumerate(names) if _is_held_out(name, self.held_out) == unseen]
+            if not members:
+                raise ConfigError(f"{key}={self.path}: data.held_out={self.held_out} leaves no {kind} of {len(names)} "
+                                  f"for the {self.split} split: choose another fraction or give data.held_out_path")
+            names, labels = [names[index] for index in members], labels[members]
+        self.names, self.labels = Names(names), labels
+
     def fingerprint(self) -> str:
-        some = self.names
-        if len(some) > _ASKED:
-            some = Names([some[i] for i in np.linspace(0, len(some) - 1, _ASKED).astype(int).tolist()])
-        return f"{self._summary()} {self._files(some)}"
+        names = self.names
+        if len(names) > _ASKED:
+            names = Names([names[i] for i in np.linspace(0, len(names) - 1, _ASKED).astype(int).tolist()])
+        return f"{self._summary()} {self._files(names)}"
 
     def contents(self) -> str:
         return f"{self._summary()} {self._files(self.names)}"
@@ -79,7 +106,9 @@ def list_folder(root: Path, suffixes: tuple[str, ...], key: str = "data.path",
     if not root.is_dir():
         fault = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
-    flat, classes = sorted(_files_in(root, suffixes)), class_folders(root)
+    classes = class_folders(root)
+    flat = sorted(name for name in set(os.listdir(root)).difference(classes)
+                  if name.lower().endswith(suffixes) and name[0] != ".")
     members = {name: sorted(_walk(root, name, suffixes, set())) for name in classes}
     full = [name for name in classes if members[name]]
     which = f"files ending in {' '.join(suffixes)} are read, in any case"
@@ -105,31 +134,6 @@ def class_folders(root: Path) -> tuple[str, ...]:
         return ()
     with os.scandir(root) as entries:
         return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()))
-
-
-def labels_among(classes: tuple[str, ...], labels: np.ndarray, folders: tuple[str, ...], where: str) -> np.ndarray:
-    """Labels that index `classes` instead of the class folders. ConfigError: a class folder is not among the classes.
-    """
-    unknown = [name for name in folders if name not in classes]
-    if unknown:
-        raise ConfigError(f"{where}: class folders {few(unknown)} are not among the classes of the training data "
-                          f"({few(classes)}): rename or remove them")
-    return np.array([classes.index(name) for name in folders] or [0], np.int32)[labels]
-
-
-def split_of(names: list[str], labels: np.ndarray, split: str, held_out: float, where: str,
-             kind: str) -> tuple[list[str], np.ndarray]:
-    """The names and labels of a split. A name is held out by its hash, so that adding a file moves no other.
-
-    ConfigError: the split is empty.
-    """
-    if split == "all" or not held_out:
-        return names, labels
-    members = [index for index, name in enumerate(names) if _is_held_out(name, held_out) == (split == "held_out")]
-    if not members:
-        raise ConfigError(f"{where}: data.held_out={held_out} leaves no {kind} of {len(names)} for the {split} split: "
-                          "choose another fraction or give data.held_out_path")
-    return [names[index] for index in members], labels[members]
 
 
 def _is_held_out(name: str, fraction: float) -> bool:
@@ -162,13 +166,6 @@ def summary_of_sizes(root: Path, names: Names, texts: bytes = b"") -> str:
 def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     """The first names for a message, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _files_in(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.lower().endswith(suffixes) and entry.name[0] != "." and not entry.is_dir():
-                yield entry.name
 
 
 def _walk(root: Path, folder: str, suffixes: tuple[str, ...], seen: set[str]) -> Iterator[str]:

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain.data.folder import Folder, Names, class_folders, labels_among, list_folder, split_of
-from dstrain.data.pixels import PIXEL_CAP, SUFFIXES, center_crop, read_image, to_tensor
-from dstrain.data.source import BadSample, Item, Source
+from dstrain.data.folder import Folder, class_folders, list_folder
+from dstrain.data.pixels import SUFFIXES, center_crop, read_image, to_tensor
+from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
 
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -25,15 +24,14 @@ SPLITS = ("train", "held_out", "all")
 
 
 def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
-                held_out_path: str | Path | None = None, draft: bool = False,
-                pixel_cap: int = PIXEL_CAP) -> "Fashion | ImageFolder":
+                held_out_path: str | Path | None = None, draft: bool = False) -> "Fashion | ImageFolder":
     """Opens a source of square images.
 
     path: "builtin:fashion", or a folder as in folder.py. image_size: side of the square, pixels. channels: 1 (grey), 3
     (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of a folder
     that is held out; the built-in data have their own 500. held_out_path: a second folder, with the same classes, that
-    is the held-out split instead. draft: fast JPEG decoding at reduced size, which gives other pixels. pixel_cap: the
-    largest image that is decoded, pixels. ConfigError names the path and the remedy.
+    is the held-out split instead. draft: fast JPEG decoding at reduced size, which gives other pixels. ConfigError
+    names the path and the remedy.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -49,13 +47,13 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if held_out_path is None:
         if split == "held_out" and held_out == 0:
             raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
-        return ImageFolder(path, image_size, channels, split, held_out, draft, pixel_cap)
+        return ImageFolder(path, image_size, channels, split, held_out, draft)
     if held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
     if split == "train":
-        return ImageFolder(path, image_size, channels, draft=draft, pixel_cap=pixel_cap)
+        return ImageFolder(path, image_size, channels, draft=draft)
     classes = FASHION if builtin else class_folders(Path(path))
-    return ImageFolder(held_out_path, image_size, channels, draft=draft, pixel_cap=pixel_cap, classes=classes)
+    return ImageFolder(held_out_path, image_size, channels, draft=draft, classes=classes)
 
 
 @dataclass
@@ -108,25 +106,17 @@ class ImageFolder(Folder):
     split: str = "all"
     held_out: float = 0.0
     draft: bool = False
-    pixel_cap: int = PIXEL_CAP
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.path, where = Path(self.path), f"data.path={self.path}"
-        names, labels, folders = list_folder(self.path, SUFFIXES)
-        if self.classes:
-            labels = labels_among(self.classes, labels, folders, where)
-        self.classes = self.classes or folders
-        names, self.labels = split_of(names, labels, self.split, self.held_out, where, "image")
-        self.names = Names(names)
+        self.path = Path(self.path)
+        self._select(*list_folder(self.path, SUFFIXES), "data.path", "image")
 
-    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+    def __getitem__(self, index: int) -> Item:
         name = self.name(index)
         path = self.path / name
-        try:
-            image = read_image(path, self.image_size, self.channels, self.draft, self.pixel_cap)
-        except Exception as error:                # a hostile file may raise anything; Batches bounds how many may
-            raise BadSample.from_error(name, error, path) from error
+        with reading(name, path):
+            image = read_image(path, self.image_size, self.channels, self.draft)
         return {"image": image, "label": int(self.labels[index])}
 
     def _summary(self) -> str:

@@ -56,14 +56,19 @@ class Latents(Source):
         self.encoding: dict[str, Any] = self.index["encoding"]
         self.classes = tuple(self.index["classes"])
         self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
+        self.captioned = "caption" in self.extras
+        # Where all files fit into half of the memory, the page cache keeps them, and workers only cost.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.light = sum(shard["size"] for shard in self.index["shards"]) < memory // 2
         for shard in self.index["shards"]:
-            size = _size(self.path / shard["name"])
-            if size != shard["size"]:
-                fault = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
-                raise ConfigError(f"{self.path / shard['name']} {fault}; {_REMEDY}")
+            path = self.path / shard["name"]
+            if not path.exists():
+                raise ConfigError(f"{path} is missing; {_REMEDY}")
+            if path.stat().st_size != shard["size"]:
+                raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {shard['size']}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
-        # shard -> codes (rows * flips, numbers), labels (rows,) and extras (rows, ...)
-        self._open: dict[int, tuple[np.ndarray, list[int], Arrays]] = {}
+        # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...)
+        self._open: dict[int, Arrays] = {}
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
@@ -73,16 +78,6 @@ class Latents(Source):
             raise ConfigError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
                               f"for the {self.split} split: choose another fraction or give data.held_out_path")
         return members
-
-    @property
-    def captioned(self) -> bool:
-        return "caption" in self.extras
-
-    @property
-    def light(self) -> bool:
-        """Whether all files fit into half of the memory, where the page cache keeps them: then workers only cost."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return sum(shard["size"] for shard in self.index["shards"]) < memory // 2
 
     def __len__(self) -> int:
         return self.encoding["number"] if self.members is None else len(self.members)
@@ -103,22 +98,22 @@ class Latents(Source):
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
-        places = rows * self.encoding["flips"] + flip
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
-        codes = _rows({shard: codes for shard, (codes, _, _) in opened.items()}, shards, places)
-        labels = [opened[shard][1][row] for shard, row in zip(shards.tolist(), rows.tolist())]
-        codes, label = torch.from_numpy(codes.reshape(len(number), *_shape(self.encoding))), torch.tensor(labels)
+
+        def gathered(name: str, places: np.ndarray) -> Tensor:
+            return torch.from_numpy(_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places))
+
+        codes = gathered("codes", rows * self.encoding["flips"] + flip).view(len(number), *_shape(self.encoding))
+        rest = {name: gathered(name, rows) for name in ("label", *self.extras)}
         if self.encoding["kind"] == "tokens":
-            extras = {name: torch.from_numpy(_rows({shard: arrays[name] for shard, (_, _, arrays) in opened.items()},
-                                                   shards, rows)) for name in self.extras}
-            return {"tokens": codes.long(), "label": label, **extras}
-        return {"latent_mean": codes[:, 0], "latent_std": codes[:, 1], "label": label}
+            return {"tokens": codes.long(), **rest}
+        return {"latent_mean": codes[:, 0], "latent_std": codes[:, 1], **rest}
 
     def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
         return self.take(index, mirrored), []
 
-    def _shard(self, number: int) -> tuple[np.ndarray, list[int], Arrays]:
+    def _shard(self, number: int) -> Arrays:
         if number not in self._open:
             path = self.path / self.index["shards"][number]["name"]
             arrays = mapped(path)
@@ -129,8 +124,7 @@ class Latents(Source):
                 stored = arrays[name].shape if name in arrays else None
                 if stored != (rows, *shape):
                     raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
-            self._open[number] = (arrays[codes].reshape(rows * self.encoding["flips"], -1), arrays["label"].tolist(),
-                                  {name: arrays[name] for name in self.extras})
+            self._open[number] = arrays | {"codes": arrays[codes].reshape(rows * self.encoding["flips"], -1)}
         return self._open[number]
 
     def verify(self) -> None:
@@ -163,13 +157,6 @@ class Latents(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dstrain import rng
 from dstrain.data.images import FASHION, Fashion
-from dstrain.data.order import permute
+from dstrain.data.order import Order
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
@@ -48,13 +48,13 @@ class MovingFashion(Source):
         if side < 5:
             raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
-        self.order = permute(len(self), 0, 0, np.arange(len(self))).astype(np.int32)
+        self.order = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)
 
     def __getitem__(self, index: int) -> Item:
-        item = self.items[self._number(index)]
+        item = self.items[self._parts(index)[0]]
         x, y = self._positions(index)
         video = _pasted(item["image"][0], x, y, self.height, self.width)                          # (T, H, W)
         return {"video": video[:, None].expand(-1, self.channels, -1, -1), "frames": self.num_frames,
@@ -62,16 +62,16 @@ class MovingFashion(Source):
 
     def caption(self, index: int) -> str:
         """A sentence on what the clip shows."""
-        name = FASHION[int(self.items.labels[self._number(index)])]
-        return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {self._motion(index)}"
+        number, motion = self._parts(index)
+        name = FASHION[int(self.items.labels[number])]
+        return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
 
-    def _number(self, index: int) -> int:
+    def _parts(self, index: int) -> tuple[int, str]:
+        """The number of the item, and the motion."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return int(self.order[index]) // len(MOTIONS)
-
-    def _motion(self, index: int) -> str:
-        return list(MOTIONS)[int(self.order[index]) % len(MOTIONS)]
+        number, motion = divmod(int(self.order[index]), len(MOTIONS))
+        return number, list(MOTIONS)[motion]
 
     def _positions(self, index: int) -> tuple[Tensor, Tensor]:
         """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
@@ -80,7 +80,7 @@ class MovingFashion(Source):
         side = self.items.image_size
         lengths = self.width - side, self.height - side                  # the largest x and y
         time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
-        directions, positions = MOTIONS[self._motion(index)], []
+        directions, positions = MOTIONS[self._parts(index)[1]], []
         for axis, (length, direction) in enumerate(zip(lengths, directions)):
             if all(directions):                                          # bouncing, with one speed along both axes
                 distance = (1.2 + speed) * max(lengths)

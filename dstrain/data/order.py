@@ -48,26 +48,16 @@ class Order:
             return int(self.index_at(np.array([position], np.int64))[0])
         if position.size and position.min() < 0:
             raise ConfigError(f"a stream position is at least 0, not {position.min()}")
-        epoch, place = np.divmod(position.astype(np.uint64), np.uint64(self.size))
-        return self._permute(epoch, place).astype(np.int64)
-
-    def _permute(self, epoch: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """(epoch, place) -> index, uint64 arrays of one shape; the hash needs uint64 arithmetic, which wraps around."""
-        size = np.uint64(self.size)
+        size = np.uint64(self.size)                                # the hash needs uint64, which wraps around
         a = np.uint64(math.isqrt(self.size - 1) + 1)
         b = np.uint64(-(-self.size // int(a)))
+        epoch, index = np.divmod(position.astype(np.uint64), size)
         key = _mix(_mix(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
-        index = place.copy()
-        outside = np.ones(place.shape, bool)                       # all go through once
+        outside = np.ones(index.shape, bool)                       # all go through once
         while outside.any():
             index[outside] = _network(index[outside], key[outside], a, b)
             outside = index >= size
-        return index
-
-
-def permute(size: int, seed: int, epoch: int, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-    """Sample index at `position` (0 <= position < size) of one epoch; a bijection of [0, size)."""
-    return Order(size, seed).index_at(position + epoch * size)
+        return index.astype(np.int64)
 
 
 def _network(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:

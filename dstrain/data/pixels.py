@@ -12,7 +12,8 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,19 +33,14 @@ PIXEL_CAP = 1 << 27
 _TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE}
 
 
-def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False,
-               pixel_cap: int = PIXEL_CAP) -> Tensor:
+def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
     """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
 
     draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster, other pixels).
-    pixel_cap: more pixels than this in the header is an error before anything is decoded. Raises whatever Pillow raises
-    on a broken file, OSError on storage that fails three times, ConfigError at the cap.
+    Raises whatever Pillow raises on a broken file, OSError on storage that fails three times, ConfigError for a header
+    with more pixels than PIXEL_CAP, before anything is decoded.
     """
-    def read() -> Tensor:
-        with open(path, "rb") as file:
-            return decode(file, image_size, channels, draft, pixel_cap)
-
-    return with_retries(read)
+    return with_retries(lambda: decode(path, image_size, channels, draft))
 
 
 def with_retries(read: Callable[[], Any]) -> Any:
@@ -61,18 +57,29 @@ def with_retries(read: Callable[[], Any]) -> Any:
             time.sleep(0.2 * 5 ** attempt)
 
 
-def decode(file: BinaryIO, image_size: int, channels: int = 3, draft: bool = False,
-           pixel_cap: int = PIXEL_CAP) -> Tensor:
-    """`read_image` of an open file, such as a member of an archive."""
+def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
+    """`read_image` without retries; also of an open file, such as a member of an archive."""
+    with open_image(file, FORMATS) as image:
+        if draft:
+            image.draft(None, (image_size, image_size))
+        image.load()
+        return to_tensor(center_crop(to_mode(image, channels), image_size))
+
+
+@contextmanager
+def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
+    """A Pillow image whose header was read. ConfigError: it has more pixels than PIXEL_CAP."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
-        with Image.open(file, formats=FORMATS) as image:
-            if image.width * image.height > pixel_cap:
-                raise ConfigError(f"{image.width} x {image.height} pixels exceed the cap of {pixel_cap}")
-            if draft:
-                image.draft(None, (image_size, image_size))
-            image.load()
-            return to_tensor(center_crop(to_mode(image, channels), image_size))
+        with Image.open(file, formats=formats) as image:
+            require_below_cap(image.width, image.height)
+            yield image
+
+
+def require_below_cap(width: int, height: int) -> None:
+    """ConfigError: an image or a frame has more pixels than PIXEL_CAP."""
+    if width * height > PIXEL_CAP:
+        raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
@@ -144,8 +151,9 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """uint8 (N, channels, H, W): all pictures of a folder, in the order of their names, or `arr_0` of an .npz as
-    launch/generate.py writes it. ConfigError: no such pictures, or of several sizes.
+    """uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of launch/generate.py.
+
+    ConfigError: no such pictures, or of several sizes.
     """
     path = samples_path(path)
     if path.is_dir():
@@ -153,7 +161,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
         try:
             sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
             if len(set(sizes.values())) != 1:
-                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give some of one size")
+                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give one size only")
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None

@@ -24,11 +24,12 @@ deviation of one image) lies together on the disk.
 """
 
 import hashlib
+import io
 import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
@@ -49,9 +50,6 @@ def shard_name(number: int) -> str:
     return f"shard_{number:05d}.safetensors"
 
 
-# ------------------------------------------------------------------------------------------------------------ one shard
-
-
 def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     """The bytes of a shard; `facts` is JSON."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
@@ -67,7 +65,7 @@ def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 def facts_of(data: bytes) -> dict[str, Any]:
     """The `facts` that a shard was packed with and, as `hash`, its hash. ConfigError: its bytes are not whole."""
     try:
-        facts = json.loads(_header(data[:8], data[8:8 + _length(data[:8])])["__metadata__"]["shard"])
+        facts = json.loads(_header(io.BytesIO(data))["__metadata__"]["shard"])
         whole = pack(load(data), {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
@@ -93,8 +91,7 @@ def encoding_of(path: Path) -> str | None:
     """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
     try:
         with open(path, "rb") as file:
-            word = file.read(8)
-            return json.loads(_header(word, file.read(_length(word)))["__metadata__"]["shard"])["encoding"]
+            return json.loads(_header(file)["__metadata__"]["shard"])["encoding"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -108,42 +105,32 @@ def mapped(path: Path) -> Arrays:
     """The arrays of a shard, mapped into memory and read-only. ConfigError names a file that is no shard."""
     try:
         with open(path, "rb") as file:
-            word = file.read(8)
-            header = _header(word, file.read(_length(word)))
-        # A plain array, since indexing a memmap runs Python code for each row.
-        content = np.memmap(path, np.uint8, "r", offset=8 + _length(word)).view(np.ndarray)
-        arrays = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                arrays[name] = content[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        return arrays
+            header = _header(file)
+            # A plain array, since indexing a memmap runs Python code for each row.
+            content = np.memmap(path, np.uint8, "r", offset=file.tell()).view(np.ndarray)
+        header.pop("__metadata__", None)
+        return {name: content[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+                for name, entry in header.items()}
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path} is no shard, or its header is damaged") from None
 
 
-def _length(word: bytes) -> int:
+def _header(file: BinaryIO) -> dict[str, Any]:
+    """The JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
+    word = file.read(8)
     length = int.from_bytes(word, "little")
     if len(word) < 8 or length > 1 << 26:
         raise ConfigError("no safetensors header")
-    return length
-
-
-def _header(word: bytes, text: bytes) -> dict[str, Any]:
-    if len(text) != _length(word):
+    text = file.read(length)
+    if len(text) < length:
         raise ConfigError("a truncated safetensors header")
     return json.loads(text)
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
-
-
 def sums(codes: np.ndarray) -> dict[str, Any]:
-    """By channel, the sum of the latents' means and that of their second moments, of one shard; of token ids the
-    largest.
-    """
+    """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
     mean, std = codes[:, :, 0].astype(np.float64), codes[:, :, 1].astype(np.float64)              # (n, flips, C, h, w)
@@ -172,9 +159,6 @@ def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, An
             "channel_std": [std for _, std in channels], "scaling_factor": 1 / std}
 
 
-# ------------------------------------------------------------------------------------------------------------ the index
-
-
 def short(encoding: dict[str, Any]) -> str:
     """A hash of an encoding, which its shards carry."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -185,7 +169,7 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
     """The body of an index, from the records of all shards in order."""
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
-        summary = {"largest": max(some["largest"] for some in summed)}
+        summary = {"largest": max(shard["largest"] for shard in summed)}
     else:
         summary = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
     return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
@@ -194,8 +178,7 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether launch/encode.py has written into a folder: by how its files begin, since other tools use these names.
-    """
+    """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
             with open(folder / name, "rb") as file:

@@ -5,10 +5,12 @@ data and the index alone, so it is the same on any rank, in any worker and at an
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from dstrain.recipe import ConfigError
 
@@ -26,11 +28,17 @@ class BadSample(Exception):
         super().__init__(path, reason)
         self.path, self.reason = path, reason
 
-    @classmethod
-    def from_error(cls, name: str, error: Exception, path: Path | None = None) -> "BadSample":
-        """Of whatever error reading raised; the file's `path` in it becomes `name`."""
-        reason = str(error) if path is None else str(error).replace(str(path), name)
-        return cls(name, f"{type(error).__name__}: {' '.join(reason.split())[:300]}")
+@contextmanager
+def reading(name: str, path: Path) -> Iterator[None]:
+    """Turns whatever error is raised inside into BadSample, where `path` becomes `name`.
+
+    A hostile file may raise anything. The caller of the source bounds how many may.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).replace(str(path), name).split())[:300]
+        raise BadSample(name, f"{type(error).__name__}: {reason}") from error
 
 
 class Source(ABC):
@@ -85,7 +93,7 @@ class Source(ABC):
         mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,), see `read`.
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
-        batch = _stack(items)
+        batch = default_collate(items)             # numbers become int64 (b,)
         for name in _MIRRORED if mirrored is not None else ():
             if name in batch:
                 batch[name][mirrored] = batch[name][mirrored].flip(-1)
@@ -111,10 +119,3 @@ def read_items(source: Source, indices: list[int], chances: list[float] | None =
             raise ConfigError(f"{tries} samples in a row cannot be read; the last is {bad[-1][0]}: {bad[-1][1]}. "
                               "Is data.path the right folder?")
     return items, bad
-
-
-def _stack(items: list[Item]) -> dict[str, Tensor]:
-    """Items of equal shapes -> a batch; numbers become int64 (b,)."""
-    return {name: torch.stack([item[name] for item in items]) if isinstance(first, Tensor)
-            else torch.tensor([item[name] for item in items])
-            for name, first in items[0].items()}

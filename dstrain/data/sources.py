@@ -17,14 +17,13 @@ from dstrain.ranks import group
 from dstrain.recipe import Codes, ConfigError, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
-KINDS = {"images": "images", "clips": "videos", "latents": "cached latents", "image_tokens": "cached tokens of images",
-         "clip_tokens": "cached tokens of videos", "pairs": "embedding pairs"}
-_REMEDIES = {"images": "give a folder of images",
-             "clips": "give a folder of videos, with data.num_frames=17, say",
-             "latents": "give what launch/encode.py makes by a KL autoencoder",
-             "image_tokens": "give what launch/encode.py makes by a discrete VAE",
-             "clip_tokens": "give what launch/encode.py makes by a phenaki.tokenizer",
-             "pairs": f"give a folder with img_emb/ and text_emb/, or {BUILTIN}"}
+KINDS = {                                                # what data may hold: its name and the remedy, for messages
+    "images": ("images", "give a folder of images"),
+    "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
+    "latents": ("cached latents", "give what launch/encode.py makes by a KL autoencoder"),
+    "image_tokens": ("cached tokens of images", "give what launch/encode.py makes by a discrete VAE"),
+    "clip_tokens": ("cached tokens of videos", "give what launch/encode.py makes by a phenaki.tokenizer"),
+    "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}")}
 
 
 def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | None]:
@@ -55,12 +54,12 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
 def _open_clips(data: Data) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
-        given = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
-                 "held_out_path": data.held_out_path}
-        said = [f"data.{name}" for name, value in given.items() if value]
-        if said:
-            raise ConfigError(f"{', '.join(said)}: {MOVING} makes its own clips, captions and held-out ones: leave it "
-                              "out")
+        settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
+                    "held_out_path": data.held_out_path}
+        unused = [f"data.{name}" for name, value in settings.items() if value]
+        if unused:
+            raise ConfigError(f"{', '.join(unused)}: {MOVING} makes its own clips, captions and held-out ones: leave "
+                              "it out")
         if data.flip:
             raise ConfigError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
                               "belie: write data.flip=false")
@@ -79,15 +78,15 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
 
 def _holds_videos(path: str) -> bool:
     """Whether a folder, or its first class, has videos in it and no images."""
-    root, found = Path(path), False
+    root, has_videos = Path(path), False
     for name in ("", *class_folders(root)[:1]) if root.is_dir() else ():
         with os.scandir(root / name) as entries:
             for entry in entries:
                 suffix = os.path.splitext(entry.name)[1].lower()
                 if suffix in SUFFIXES:
                     return False
-                found = found or suffix in VIDEOS or suffix == ".gif"
-    return found
+                has_videos = has_videos or suffix in VIDEOS or suffix == ".gif"
+    return has_videos
 
 
 def open_split(data: Data, split: str) -> Source | None:
@@ -113,11 +112,11 @@ def completed(data: Data) -> Data:
     videos = "num_frames" in encoding
     of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
     for key in ("image_size", "channels", *of_images):
-        given = getattr(data, key) or of_images.get(key)
-        wanted = encoding.get(key, of_images.get(key))
-        if given != wanted:
-            raise ConfigError(f"data.{key}={given}: {data.path} was encoded from {'clips' if videos else 'images'} of "
-                              f"{key} {wanted}; write data.{key}={'null' if wanted is None else wanted}")
+        value = getattr(data, key) or of_images.get(key)
+        encoded = encoding.get(key, of_images.get(key))
+        if value != encoded:
+            raise ConfigError(f"data.{key}={value}: {data.path} was encoded from {'clips' if videos else 'images'} of "
+                              f"{key} {encoded}; write data.{key}={'null' if encoded is None else encoded}")
     if data.flip and videos:
         raise ConfigError(f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
                           "write data.flip=false")
@@ -151,18 +150,18 @@ def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: 
     if kind == "pairs" and (data.held_out or data.held_out_path):
         raise ConfigError("data.held_out and data.held_out_path are for images: embedding pairs are split by "
                           "data.splits")
-    exists = data.path.startswith("builtin:") or Path(data.path).exists()         # else that alone is told
-    if kind in learns_from or not exists:
+    exists = data.path.startswith("builtin:") or Path(data.path).exists()
+    if kind in learns_from or not exists:                     # opening a missing path raises its own error
         return
     if kind == "images" and "clips" in learns_from:
         raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
-    expected = f"{system} learns from {' or '.join(KINDS[own] for own in learns_from)}"
-    others = " or ".join(f"system={name}" for name in learners(kind))
-    choice = f", or choose {others}" if others else ""
+    expected = f"{system} learns from {' or '.join(KINDS[own][0] for own in learns_from)}"
+    systems = " or ".join(f"system={name}" for name in learners(kind))
+    choice = f", or choose {systems}" if systems else ""
     if kind == "clips" and data.num_frames:
         raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
-    remedy = " or ".join(_REMEDIES[own] for own in learns_from)
-    raise ConfigError(f"data.path={data.path} holds {KINDS[kind]}, and {expected}: {remedy}{choice}")
+    remedy = " or ".join(KINDS[own][1] for own in learns_from)
+    raise ConfigError(f"data.path={data.path} holds {KINDS[kind][0]}, and {expected}: {remedy}{choice}")
 
 
 def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
@@ -175,10 +174,9 @@ def _open_codes(data: Data) -> tuple[Latents, Latents | None]:
     train, unseen = Latents(data.path), Latents(data.held_out_path)
     for key in ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
                 "text"):
-        ours, theirs = train.encoding.get(key), unseen.encoding.get(key)
-        if ours != theirs:
-            raise ConfigError(f"data.held_out_path={data.held_out_path} has {key} {theirs}, data.path={data.path} has "
-                              f"{ours}: encode both alike")
+        if train.encoding.get(key) != unseen.encoding.get(key):
+            raise ConfigError(f"data.held_out_path={data.held_out_path} has {key} {unseen.encoding.get(key)}, "
+                              f"data.path={data.path} has {train.encoding.get(key)}: encode both alike")
     if unseen.classes != train.classes:
         raise ConfigError(f"data.held_out_path={data.held_out_path} has the classes {', '.join(unseen.classes[:5])}, "
                           f"data.path={data.path} {', '.join(train.classes[:5])}: encode the same classes")

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 from dstrain.data.captioned import add_captions
 from dstrain.data.clips import Cut, Listing, PICTURES, VIDEOS, read_clip
-from dstrain.data.folder import Folder, Names, few, labels_among, list_folder, split_of, summary_of_sizes
+from dstrain.data.folder import Folder, Names, few, list_folder, summary_of_sizes
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
-from dstrain.data.source import BadSample, Item, Source
+from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -80,20 +80,10 @@ class Videos(Folder):
         _require_one_clip_a_name(self.path, names)
         texts = _captions(self.path, names, None if self.captions is None else Path(self.captions))
         self.labelled, self.captions_beside = bool(folders), texts == "beside"
-        if self.classes and folders:
-            labels = labels_among(self.classes, labels, folders, f"{self.key}={self.path}")
-        self.classes = self.classes or folders
-        names, self.labels = split_of(names, labels, self.split, self.held_out, f"{self.key}={self.path}", "clip")
-        self.names = Names(names)
-        self.texts = Names([texts[name] for name in names]) if isinstance(texts, dict) else None
-
-    @property
-    def captioned(self) -> bool:
-        return self.captions_beside or self.texts is not None or self.labelled
-
-    @property
-    def uncaptioned(self) -> str | None:
-        return None if self.captioned else f"{self.key}={self.path}"
+        self._select(names, labels, folders, self.key, "clip")
+        self.texts = Names([texts[name] for name in self.names]) if isinstance(texts, dict) else None
+        self.captioned = texts is not None or self.labelled
+        self.uncaptioned = None if self.captioned else f"{self.key}={self.path}"
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
@@ -101,11 +91,9 @@ class Videos(Folder):
     def read(self, index: int, chance: float | None = None) -> Item:
         """The sample; `chance` chooses the window, None takes the middle one. BadSample: it cannot be read."""
         name = self.name(index)
-        try:
+        with reading(name, self.path / name):
             video, frames, listing = read_clip(self.path / name, self.cut, chance, self._listings.get(index))
             caption = self._caption(index, name)
-        except Exception as error:                # a hostile file may raise anything; Batches bounds how many may
-            raise BadSample.from_error(name, error, self.path / name) from error
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         self._listings[index] = listing
@@ -157,15 +145,9 @@ class Mixed(Source):
     def __post_init__(self) -> None:
         self.slots = max(1, round(len(self.videos) * self.share / (1 - self.share)))
         self.classes = self.videos.classes if self.images.labelled else ()
-        self.dropped = {name for name, kept in (("caption", self.captioned), ("label", self.classes)) if not kept}
-
-    @property
-    def captioned(self) -> bool:
-        return self.videos.captioned and self.images.captioned
-
-    @property
-    def uncaptioned(self) -> str | None:
-        return self.videos.uncaptioned or self.images.uncaptioned
+        self.captioned = self.videos.captioned and self.images.captioned
+        self.uncaptioned = self.videos.uncaptioned or self.images.uncaptioned
+        self.dropped = {*([] if self.captioned else ["caption"]), *([] if self.classes else ["label"])}
 
     def __len__(self) -> int:
         return len(self.videos) + self.slots
@@ -195,18 +177,13 @@ class Mixed(Source):
 
 
 def _require_one_clip_a_name(root: Path, names: list[str]) -> None:
-    """ConfigError: two files differ in their suffix alone. X.jpg is the thumbnail of X.mp4, and X.txt would be the
-    caption of both.
-    """
+    """ConfigError: two files differ in their suffix alone: X.jpg may be the thumbnail of X.mp4, and both have X.txt."""
     stems: dict[str, str] = {}
     for name in names:
         other = stems.setdefault(os.path.splitext(name)[0], name)
         if other != name:
             raise ConfigError(f"{root}: {other} and {name} have one name: which is the clip? Remove or rename the "
                               "other")
-
-
-# ------------------------------------------------------------------------------------------------------------- captions
 
 
 def _captions(root: Path, names: list[str], file: Path | None) -> dict[str, str] | str | None:
@@ -270,15 +247,11 @@ def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
         if not line.strip():
             continue
         if suffix == ".jsonl":
-            yield number, *_fields(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            yield number, *((row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None))
         else:
             name, _, caption = line.rstrip("\r\n").partition("\t")
             yield number, name, caption or None
-
-
-def _fields(line: str) -> tuple[Any, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None, None
-    return (row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None)

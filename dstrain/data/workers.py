@@ -29,9 +29,7 @@ _GRACE = 1.0                                                   # seconds
 
 
 def context() -> multiprocessing.context.BaseContext:
-    """The start method of the workers: a fork server where the system has one."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """The start method of the workers: a fork server."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["torch", "torch.utils.data", "dstrain.data.batches"])
     return forkserver
@@ -78,7 +76,7 @@ def prepare(_worker_id: int) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if sys.platform == "linux":                                # the parent is the fork server; with spawn the rank
+    if sys.platform == "linux":                                # the parent is the fork server
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rank = multiprocessing.parent_process()
     if rank is not None:                                       # its sentinel is a pipe that closes with the rank

@@ -76,6 +76,8 @@ def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dic
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         panel(axes, result)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
         axes.grid(True, which="major", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         for side in ("top", "right"):
@@ -87,14 +89,14 @@ def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dic
 
 def _bound(axes: Any, result: dict[str, Any]) -> None:
     values = _numbers(result["curves"]["vb"])
-    axes.plot(_timesteps(axes, result, values), values, color=_INK, **_marks(values))
+    _curve(axes, result, values, color=_INK)
     _log(axes, [values])
     axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
 
 
 def _cumulative(axes: Any, result: dict[str, Any]) -> None:
     values = list(accumulate(_numbers(result["curves"]["vb"])))
-    axes.plot(_timesteps(axes, result, values), values, color=_INK, **_marks(values))
+    _curve(axes, result, values, color=_INK)
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
     if total is not None and prior is not None:
         axes.axhline(total, color=_FAINT, linestyle="--", linewidth=1)
@@ -108,13 +110,12 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
     known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
     curves = {name: _numbers(values) for name, values in result["curves"].items() if name != "vb"}
     for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
-        axes.plot(_timesteps(axes, result, values), values, color=color, label=known.get(name, name), **_marks(values))
+        _curve(axes, result, values, color=color, label=known.get(name, name))
     _log(axes, list(curves.values()))
     largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
         axes.set_ylim(bottom=1e-6 * largest)         # errors of eps may be tiny at the timesteps of most noise
     axes.set(title="errors by timestep", ylabel="mean squared error")
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _columns(axes: Any, result: dict[str, Any]) -> None:
@@ -123,7 +124,6 @@ def _columns(axes: Any, result: dict[str, Any]) -> None:
         values = sorted(_numbers(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
     axes.set(title="by column", xlabel="rank of the column")
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _steps(result: dict[str, Any]) -> list[int]:
@@ -145,29 +145,26 @@ def _similarities(axes: Any, result: dict[str, Any]) -> None:
         axes.axhline(baseline, color=_FAINT, linestyle="--", linewidth=1, label="baseline (text and image)")
     axes.set(title="cosine of drawn embeddings with", xlabel="sampling steps", xticks=range(len(steps)),
              xticklabels=steps, xlim=(-0.5, len(steps) - 0.5))
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _quarters(axes: Any, result: dict[str, Any]) -> None:
     for index, (name, values) in enumerate(result["quarters"].items()):
         axes.plot(range(4), _numbers(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
     axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
-    if result["quarters"]:
-        axes.legend(frameon=False, fontsize=9)
 
 
-def _timesteps(axes: Any, result: dict[str, Any], values: list[float]) -> list[int]:
-    """The x values of curves; sets a scale that spreads the first timesteps, which hold most bits, and includes 0."""
+def _curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
+    """Draws values by timestep, on a scale that spreads the first timesteps, which hold most bits, and includes 0."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:
         axes.set_xscale("symlog", linthresh=1, linscale=0.5)
-        axes.set_xticks([0, *(10 ** power for power in range(len(str(last + 1))))],
-                        ["0", *(str(10 ** power) for power in range(len(str(last + 1))))])
+        ticks = [0, *(10 ** power for power in range(len(str(last + 1))))]
+        axes.set_xticks(ticks, map(str, ticks))
         axes.minorticks_off()
     axes.set_xlim(-0.08 if last >= 20 else -0.02 * max(last, 1), 1.1 * max(last, 1))
     axes.set_xlabel("timestep t (0 is the least noise)")
-    return timesteps
+    axes.plot(timesteps, values, **_marks(values), **style)
 
 
 def _marks(values: list[float]) -> dict[str, Any]:

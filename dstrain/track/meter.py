@@ -51,8 +51,8 @@ class Meter:
 
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
         finite = values.isfinite()
-        kept = torch.where(finite, values, 0)        # before any product, since NaN times 0 is NaN
-        cells = torch.stack((kept * weight, finite * weight, ~finite), -1)           # (names, B, 3)
+        values = torch.where(finite, values, 0)      # before any product, since NaN times 0 is NaN
+        cells = torch.stack((values * weight, finite * weight, ~finite), -1)           # (names, B, 3)
         sums = [cells.sum(1)]
         if quartile is not None:
             sums += [torch.where((quartile == quarter)[:, None], cells, 0).sum(1) for quarter in range(QUARTERS)]

@@ -37,9 +37,7 @@ def grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | N
 
 
 def enlarged(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Small pictures enlarged by a whole factor, so that the shorter side is near `side` pixels: uint8 (N, C, H, W) ->
-    (N, H', W', 1 or 3), RGBA laid on white.
-    """
+    """Enlarged by a whole factor to about `side` pixels, RGBA laid on white: (N, C, H, W) -> (N, H', W', 1 or 3)."""
     pictures = on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)

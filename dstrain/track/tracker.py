@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Tracker:
             except OSError as error:
                 self._fault(path.parent.name, error)
                 return
-            self._wandb.picture(f"held_out/{name}", path, done)
+            self._wandb.media(f"held_out/{name}", path, done)
 
     def samples(self, done: int, images: Tensor, name: str = "samples", columns: int | None = None,
                 captions: Sequence[str] | None = None) -> None:
@@ -106,9 +107,10 @@ class Tracker:
         """
         if not self._first:
             return
-        videos = images.ndim == 5 and images.shape[1] > 1
-        pixels = strip(images, captions) if videos else grid(images[:, 0] if images.ndim == 5 else images, columns,
-                                                             captions)
+        if images.ndim == 5 and images.shape[1] == 1:
+            images = images[:, 0]
+        videos = images.ndim == 5
+        pixels = strip(images, captions) if videos else grid(images, columns, captions)
         suffix = "" if name == "samples" else f"_{name}"
         path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
         try:
@@ -118,10 +120,7 @@ class Tracker:
         except OSError as error:
             self._fault(path.parent.name, error)
             return
-        if videos:
-            self._wandb.video(name, path.with_suffix(".gif"), done)
-        else:
-            self._wandb.picture(name, path, done)
+        self._wandb.media(name, path.with_suffix(".gif") if videos else path, done)
         if self._board is not None:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
@@ -145,12 +144,9 @@ class Tracker:
 
     def close(self) -> None:
         """Sends what is left, for at most 15 s; may be called again."""
-        if self._wandb is not None:
-            self._wandb.close()
-        if self._board is not None:
-            self._board.close()
-        if self._bar is not None:
-            self._bar.close()
+        for sink in (self._wandb, self._board, self._bar):
+            if sink is not None:
+                sink.close()
         self._bar = self._board = None
 
     def _readable(self, done: int, values: dict[str, float]) -> str:
@@ -166,13 +162,11 @@ class Tracker:
                 self._board.add_scalar(name, value, done)
 
     def _print(self, text: str) -> None:
-        try:
+        with suppress(OSError, ValueError):          # a closed pipe or terminal ends no training
             if self._bar is not None:
                 self._bar.write(text, file=sys.stderr)
             else:
                 print(text, flush=True)
-        except (OSError, ValueError):                # a closed pipe or terminal ends no training
-            pass
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -203,8 +197,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 def _drop_after(path: Path, step: int) -> None:
     """Rewrites the file without the lines of later steps, whole or not at all."""
     if path.is_file():
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-        atomic.write(path, "".join(map(_line, kept)))
+        atomic.write(path, "".join(_line(entry) for entry in read_metrics(path) if entry["step"] <= step))
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -36,9 +36,7 @@ def film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str]
 
 
 def strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Clips as one still picture: uint8 (N, T, C, H, W) -> (H', W', C), with up to 9 frames of a clip side by side, and
-    up to 16 clips below each other.
-    """
+    """Up to 9 frames a clip side by side, up to 16 clips below each other: uint8 (N, T, C, H, W) -> (H', W', C)."""
     _require(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
@@ -54,9 +52,6 @@ def _require(clips: Tensor) -> None:
         raise ConfigError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")
 
 
-# --------------------------------------------------------------------------------------------------------------- files
-
-
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
     """Writes a film that is repeated without end, whole or not at all; makes the folder.
 
@@ -68,23 +63,21 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
     pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _in_one_palette(frames)
     # Pillow drops frames that equal the one before. So each frame is written as a file, and the files are joined: each
     # has the same header, of 13 bytes and 256 colours, and ends with one byte.
-    files = [_single(picture, duration, **({} if number else {"loop": 0})) for number, picture in enumerate(pictures)]
+    files = []
+    for number, picture in enumerate(pictures):
+        file = io.BytesIO()
+        picture.save(file, format="GIF", optimize=False, duration=duration, **({} if number else {"loop": 0}))
+        files.append(file.getvalue())
     head = 13 + 3 * 256
     assert all(file[10] & 7 == 7 for file in files), "a palette of fewer colours"
     atomic.write(path, b"".join([files[0][:-1], *(file[head:-1] for file in files[1:]), b";"]))
 
 
-def _single(picture: Image.Image, duration: int, **options: int) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, format="GIF", optimize=False, duration=duration, **options)
-    return file.getvalue()
-
-
 def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
     """Frames (T, H, W, 3) in 256 colours: exactly where they have no more, else by a median cut and error diffusion."""
     pixels = frames.reshape(-1, 3)
-    some = pixels[::-(-len(pixels) // _PALETTE_PIXELS)]
-    if len(np.unique(_codes(some))) <= 256:                  # spares most large films the sorting of all pixels
+    sample = pixels[::-(-len(pixels) // _PALETTE_PIXELS)]
+    if len(np.unique(_codes(sample))) <= 256:                  # spares most large films the sorting of all pixels
         codes, places = np.unique(_codes(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
@@ -93,7 +86,7 @@ def _in_one_palette(frames: np.ndarray) -> list[Image.Image]:
             for picture in pictures:
                 picture.putpalette(colours.tobytes())        # an L picture becomes a P picture
             return pictures
-    palette = Image.fromarray(some[None]).quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
+    palette = Image.fromarray(sample[None]).quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
     palette.putpalette(bytes(palette.getpalette()).ljust(768, b"\0"))    # the sample may hold fewer colours
     return [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames]
 

@@ -16,6 +16,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -39,7 +40,7 @@ class WandbSink:
                  config: dict[str, Any], note: Callable[[str], None]) -> None:
         self.dropped = 0                             # entries that did not fit or were refused
         self._note = note
-        self._queue: queue.Queue = queue.Queue(_CAPACITY)
+        self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)     # calls with the run
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         mode = resolved_mode(setting)
@@ -62,15 +63,12 @@ class WandbSink:
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Logs numbers by name, as of `step`; returns at once."""
-        self._put(("numbers", values, step))
+        self._put(lambda run: run.log({"train/step": step, **values}))
 
-    def picture(self, name: str, path: Path, step: int) -> None:
-        """A picture file that stays where it is; returns at once."""
-        self._put(("picture", {name: str(path)}, step))
-
-    def video(self, name: str, path: Path, step: int) -> None:
-        """A GIF or MP4 file that stays where it is; returns at once."""
-        self._put(("video", {name: str(path)}, step))
+    def media(self, name: str, path: Path, step: int) -> None:
+        """A picture (PNG) or a video (GIF, MP4) in a file that stays where it is; returns at once."""
+        kind = "Image" if path.suffix == ".png" else "Video"
+        self._put(lambda run: run.log({"train/step": step, name: getattr(self._wandb, kind)(str(path))}))
 
     @property
     def on(self) -> bool:
@@ -79,7 +77,12 @@ class WandbSink:
 
     def artifact(self, name: str, folder: Path, step: int) -> None:
         """All files of a folder as a model; returns at once."""
-        self._put(("artifact", {name: str(folder)}, step))
+        def send(run: Any) -> None:
+            model = self._wandb.Artifact(name, type="model", metadata={"step": step})
+            model.add_dir(str(folder))
+            run.log_artifact(model)
+
+        self._put(send)
 
     def close(self, seconds: float = 15.0) -> None:
         """Sends what is left, for at most `seconds`."""
@@ -93,11 +96,11 @@ class WandbSink:
         if self.dropped:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
-    def _put(self, entry: tuple) -> None:
+    def _put(self, send: Callable[[Any], None]) -> None:
         if self._thread is None:
             return
         try:
-            self._queue.put_nowait(entry)
+            self._queue.put_nowait(send)
         except queue.Full:
             self.dropped += 1
 
@@ -111,13 +114,13 @@ class WandbSink:
             run = None
         while True:
             try:
-                kind, values, step = self._queue.get(timeout=0.2)
+                send = self._queue.get(timeout=0.2)
             except queue.Empty:
                 if self._closing.is_set():
                     break
                 continue
             try:
-                self._send(run, kind, values, step)
+                send(run)
             except BaseException:
                 self.dropped += 1
         try:
@@ -125,18 +128,6 @@ class WandbSink:
                 run.finish()
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
-
-    def _send(self, run: Any, kind: str, values: dict[str, Any], step: int) -> None:
-        if kind == "artifact":
-            (name, folder), = values.items()
-            model = self._wandb.Artifact(name, type="model", metadata={"step": step})
-            model.add_dir(folder)
-            run.log_artifact(model)
-            return
-        if kind in ("picture", "video"):
-            media = self._wandb.Image if kind == "picture" else self._wandb.Video
-            values = {name: media(path) for name, path in values.items()}
-        run.log({"train/step": step, **values})
 
     def _start(self, mode: str) -> Any:
         if mode == "online":
@@ -162,8 +153,7 @@ def resolved_mode(setting: str) -> str:
     """online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
     if setting == "auto":
         setting = "online" if has_key() else "offline"
-    variable = os.environ.get("WANDB_MODE", "").strip().lower()
-    variable = {"dryrun": "offline"}.get(variable, variable)
+    variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
     modes = ("online", "offline", "disabled")                # the last is the quietest
     return max(setting, variable, key=modes.index) if variable in modes else setting
 
@@ -197,10 +187,8 @@ def has_key() -> bool:
 
 def _probe(url: str) -> None:
     """Raises where the server does not answer: wandb would wait for it long at its exit. Any answer will do."""
-    try:
+    with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        pass
 
 
 def _run_id(folder: Path) -> str:

@@ -159,8 +159,8 @@ def test_the_substitute_is_the_next_that_reads():
     source = Numbers(10, bad=(3, 4, 9))
     batches = Batches(source, global_batch=10, micro_batch=10, seed=1, max_bad_fraction=1.0)
     batch = next(batches.at(0))
-    wanted = Order(10, 1).index_at(torch.arange(10)).tolist()
-    assert batch["label"].tolist() == [{3: 5, 4: 5, 9: 0}.get(index, index) for index in wanted]
+    indices = Order(10, 1).index_at(torch.arange(10)).tolist()
+    assert batch["label"].tolist() == [{3: 5, 4: 5, 9: 0}.get(index, index) for index in indices]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain.data import clips
+from dstrain.data import clips, pixels
 from dstrain.data.clips import Cut, list_frames, read_clip
 from dstrain.data.pixels import center_crop, to_tensor
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
@@ -157,9 +157,9 @@ def test_a_picture_is_a_clip_of_one_frame(tmp_path, suffix):
     options = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}.get(suffix, {})
     image.save(tmp_path / f"a{suffix}", **options)
     video, real, _ = read_clip(tmp_path / f"a{suffix}", Cut(5, 32, 32))
-    wanted = to_tensor(center_crop(image, 32))
+    expected = to_tensor(center_crop(image, 32))
     assert real == 1 and all(torch.equal(frame, video[0]) for frame in video)
-    assert (video[0].int() - wanted.int()).abs().max() <= (6 if suffix == ".jpg" else 0)
+    assert (video[0].int() - expected.int()).abs().max() <= (6 if suffix == ".jpg" else 0)
 
 
 def test_a_still_cut_takes_the_first_frame_alone(tmp_path):
@@ -182,8 +182,8 @@ def test_the_crop_of_a_rectangle(size, width, height):
     expected = expected.resize((wide, high), Image.Resampling.BICUBIC)
     x, y = (expected.width - width) // 2, (expected.height - height) // 2
     expected = expected.crop((x, y, x + width, y + height))
-    found = center_crop(image, width, height)
-    assert found.size == (width, height) and np.array_equal(found, expected)
+    cropped = center_crop(image, width, height)
+    assert cropped.size == (width, height) and np.array_equal(cropped, expected)
 
 
 def test_windows():
@@ -198,10 +198,10 @@ def test_windows():
     ("empty", "Invalid|end of file|EOF"), ("text", "Invalid"), ("playlist", "Invalid|whitelist"),
     ("truncated", "ends after|Invalid|moov|frame"), ("sound only", "no video stream"), ("huge", "exceed the cap"),
 ])
-def test_files_that_cannot_be_read(tmp_path, fault, error):
+def test_files_that_cannot_be_read(tmp_path, fault, error, monkeypatch):
     """Oracle: the contract: an error that says why; a playlist never leads to another file."""
     path = write(tmp_path / "a.mp4", moving(COUNT), "libx264")
-    sound, cap = path.read_bytes(), 1 << 20
+    sound = path.read_bytes()
     if fault == "sound only":
         import av
         with av.open(str(path), "w") as container:
@@ -211,13 +211,13 @@ def test_files_that_cannot_be_read(tmp_path, fault, error):
             container.mux(stream.encode(frame))
             container.mux(stream.encode())
     elif fault == "huge":
-        cap = 100
+        monkeypatch.setattr(pixels, "PIXEL_CAP", 100)
     else:
         (tmp_path / "other.mp4").write_bytes(sound)
         path.write_bytes({"empty": b"", "text": b"not a video\n" * 50, "truncated": sound[:len(sound) // 2],
                           "playlist": b"ffconcat version 1.0\nfile other.mp4\n"}[fault])
     with pytest.raises(Exception, match=error):
-        read_clip(path, Cut(5, 32, 32, pixel_cap=cap))
+        read_clip(path, Cut(5, 32, 32))
 
 
 def test_names_that_look_like_addresses(tmp_path, monkeypatch):

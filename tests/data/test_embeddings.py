@@ -86,10 +86,10 @@ def test_wrong_fractions(splits, count, world, words):
 def test_splits_are_a_partition(tmp_path):
     """Oracle: every row once over the three splits, mixed, in files sorted by number."""
     make(tmp_path, encodings=True)
-    found = [[number(item) for item in map(source.__getitem__, range(len(source)))]
+    parts = [[number(item) for item in map(source.__getitem__, range(len(source)))]
              for source in (open_pairs(tmp_path, (.6, .2, .2), split) for split in embeddings.SPLITS)]
-    assert [len(part) for part in found] == [9, 3, 3] and sorted(sum(found, [])) == list(range(15))
-    assert sum(found, []) != list(range(15))
+    assert [len(part) for part in parts] == [9, 3, 3] and sorted(sum(parts, [])) == list(range(15))
+    assert sum(parts, []) != list(range(15))
     source = open_pairs(tmp_path, ALL, "train")
     for item in map(source.__getitem__, range(15)):
         assert all(int(item[name].flatten()[0]) - 1 == number(item) for name in ("text_embed", "text_encodings"))
@@ -163,9 +163,9 @@ def test_many_files(tmp_path):
     code = _MANY.replace("import os", "import dstrain.data.rows; dstrain.data.rows._MAPPED = 32\nimport os", 1)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), capture_output=True,
                           text=True, timeout=100)
-    said = done.stdout.splitlines()
-    assert done.returncode == 0 and said[0] == "True", done.stderr
-    assert "too many files are open" in said[1] and "ulimit -n" in said[1]
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[0] == "True", done.stderr
+    assert "too many files are open" in lines[1] and "ulimit -n" in lines[1]
     source = open_pairs(tmp_path, ALL, "train")
     assert all(source[i] for i in range(200)) and [len(table.arrays) for table in source.stored.tables.values()] == \
         [rows._MAPPED] * 2 == [64] * 2
@@ -395,8 +395,8 @@ def test_means_over_uneven_ranks(tmp_path):
     assert len(alone) == len(source) == 12 and "similarity/3/other_text" in expected
     assert _means(0, path, 1) == pytest.approx(expected, abs=1e-6)
     for world in (2, 3, 5):                       # five ranks: the last two have no sample of their own in a round
-        for found in gloo.run(tmp_path, _means, path, world, world=world):
-            assert found == pytest.approx(expected, abs=1e-6)
+        for means in gloo.run(tmp_path, _means, path, world, world=world):
+            assert means == pytest.approx(expected, abs=1e-6)
 
 
 def test_width_differs_from_the_models(tmp_path):

@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 
 from dstrain.data import folder as folder_module
-from dstrain.data import images
+from dstrain.data import images, pixels
 from dstrain.data.folder import Names
 from dstrain.data.images import FASHION, open_images
 from dstrain.data.pixels import center_crop, read_image, to_tensor
 from dstrain.data.source import BadSample
+from tests.support.launch import ROOT
 from tests.support.pictures import BROKEN, bomb, break_file, folder, picture
 
 BUILTIN = Path(images.__file__).parent / "builtin"
@@ -54,18 +55,18 @@ def test_builtin_is_balanced_and_small():
 
 @needs_debian
 def test_builtin_is_what_the_script_makes(tmp_path):
-    """Oracle: the script that ships with the file, run anew on Debian's package."""
-    spec = importlib.util.spec_from_file_location("make_fashion", BUILTIN / "make_fashion.py")
+    """Oracle: the script that made the file, run anew on Debian's package."""
+    spec = importlib.util.spec_from_file_location("make_fashion", ROOT / "launch" / "builtin" / "make_fashion.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main(tmp_path / "again.npz")
-    with np.load(tmp_path / "again.npz") as again, np.load(BUILTIN / "fashion-mini.npz") as ours:
-        assert sorted(again) == sorted(ours)
+    with np.load(tmp_path / "again.npz") as again, np.load(BUILTIN / "fashion-mini.npz") as packaged:
+        assert sorted(again) == sorted(packaged)
         for split in ("train_label", "held_out_label"):
-            assert np.array_equal(again[split], ours[split])
+            assert np.array_equal(again[split], packaged[split])
         # the pixels, since another liblzma may pack differently
         for split in ("train", "held_out"):
-            assert module.lzma.decompress(again[split]) == module.lzma.decompress(ours[split])
+            assert module.lzma.decompress(again[split]) == module.lzma.decompress(packaged[split])
 
 
 @needs_debian
@@ -206,7 +207,7 @@ def test_a_truncated_jpeg_is_bad(tmp_path):
         read_image(tmp_path / "a.jpg", 64)
 
 
-def test_a_bomb_is_refused_by_its_header(tmp_path):
+def test_a_bomb_is_refused_by_its_header(tmp_path, monkeypatch):
     """Oracle: the contract: refused by our cap before a pixel is decoded, with the sizes in the
     message.
     """
@@ -215,8 +216,9 @@ def test_a_bomb_is_refused_by_its_header(tmp_path):
     with pytest.raises(ValueError, match="13000 x 13000 pixels exceed the cap"):
         read_image(tmp_path / "a.png", 64)
     picture(6, 40, 30).save(tmp_path / "b.png")
+    monkeypatch.setattr(pixels, "PIXEL_CAP", 1000)
     with pytest.raises(ValueError, match="cap of 1000"):
-        read_image(tmp_path / "b.png", 16, pixel_cap=1000)
+        read_image(tmp_path / "b.png", 16)
 
 
 def test_tensor_layout():
@@ -323,10 +325,10 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     asked, stat = [], os.stat
     monkeypatch.setattr(folder_module, "_ASKED", 3)
     monkeypatch.setattr(os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
-    found = source.fingerprint()
+    sampled = source.fingerprint()
     assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
     asked.clear()
-    assert found != source.contents() and len(asked) == 6
+    assert sampled != source.contents() and len(asked) == 6
 
 
 def test_names_are_a_list():

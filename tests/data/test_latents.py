@@ -66,8 +66,8 @@ def test_items_and_batches_are_what_was_stored(tmp_path):
     assert np.array_equal(item["latent_mean"], codes[37, 0, 0]) and np.array_equal(item["latent_std"], codes[37, 0, 1])
     index, mirrored = torch.tensor([49, 0, 16, 15, 16]), torch.tensor([True, False, True, False, False])
     batch = pickle.loads(pickle.dumps(source)).take(index, mirrored)
-    wanted = codes[index.numpy(), mirrored.numpy().astype(int)]
-    assert np.array_equal(batch["latent_mean"], wanted[:, 0]) and np.array_equal(batch["latent_std"], wanted[:, 1])
+    expected = codes[index.numpy(), mirrored.numpy().astype(int)]
+    assert np.array_equal(batch["latent_mean"], expected[:, 0]) and np.array_equal(batch["latent_std"], expected[:, 1])
     assert batch["label"].tolist() == (index % 3).tolist()
     assert source.name(17) == "shard_00001.safetensors[1]"
     with pytest.raises(IndexError):
@@ -123,12 +123,13 @@ def test_the_benchmark_reads_the_same(tmp_path, capsys):
     options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32")
     bench_latents.write(tmp_path, options)
     index = torch.tensor([29, 0, 13, 12])
-    ours = Latents(tmp_path / "shards").take(index)
-    theirs = bench_latents.from_files(tmp_path / "files", index)
-    assert torch.equal(ours["latent_mean"], theirs["latent_mean"]) and torch.equal(ours["label"], theirs["label"])
+    from_shards = Latents(tmp_path / "shards").take(index)
+    from_files = bench_latents.from_files(tmp_path / "files", index)
+    for name in ("latent_mean", "label"):
+        assert torch.equal(from_shards[name], from_files[name])
     bench_latents.compare(tmp_path, options)
-    said = capsys.readouterr().out
-    assert "files" in said and "shards" in said and "/ files" in said
+    text = capsys.readouterr().out
+    assert "files" in text and "shards" in text and "/ files" in text
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
@@ -217,10 +218,10 @@ def test_the_index_fills_in_the_recipe(stage):
     batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).at(0))
     example = system.encode(batch)
     noise = rng.normal(batch["key"], "latent", (3, 4, 4))
-    wanted = (batch["latent_mean"].float() + batch["latent_std"].float() * noise) * 0.5
-    assert torch.equal(example["x_start"], wanted) and system.first_stage.vae.encoder is None
+    expected = (batch["latent_mean"].float() + batch["latent_std"].float() * noise) * 0.5
+    assert torch.equal(example["x_start"], expected) and system.first_stage.vae.encoder is None
     alone = systems.build("dit", prepared([*words, "every.sample=0"]).run.model)
-    torch.testing.assert_close(alone.encode(batch)["x_start"], wanted / 0.5 * index["statistics"]["scaling_factor"])
+    torch.testing.assert_close(alone.encode(batch)["x_start"], expected / 0.5 * index["statistics"]["scaling_factor"])
     assert not alone.generates and alone.frozen() == ()
     for built in (system, alone):
         with pytest.raises(ValueError, match="the data give images; encode them with launch/encode.py"):

@@ -60,11 +60,11 @@ def test_every_item_in_every_motion_once():
     assert len(counts) == 50 and set(counts.values()) == {200}
     for caption in ("a sneaker moving left", "an ankle boot moving up", "a bag bouncing", "a trouser moving right"):
         assert caption in counts
-    assert len({(source._number(index), source._motion(index)) for index in range(10_000)}) == 10_000
+    assert len({source._parts(index) for index in range(10_000)}) == 10_000
     for index in range(0, 10_000, 997):
         item = source[index]
         assert source.classes[item["label"]] in source.caption(index)
-        assert item["label"] == source.items.labels[source._number(index)]
+        assert item["label"] == source.items.labels[source._parts(index)[0]]
     first = [source.caption(index).split(" ", 1)[1] for index in range(50)]
     assert len({words.split(" ")[-1] for words in first}) == len(MOTIONS) and len(set(first)) > 25    # a part is varied
 

@@ -27,28 +27,28 @@ def test_opaque_pictures(tmp_path, noise):
     Image.fromarray(noise[..., :3]).save(without)
     rgb = read_image(without, 32, 3)
     for path in (with_alpha, without):
-        found = read_image(path, 32, 4)
-        assert found.shape == (4, 32, 32) and bool((found[3] == 255).all())
-        assert torch.equal(found[:3], rgb)
+        pixels = read_image(path, 32, 4)
+        assert pixels.shape == (4, 32, 32) and bool((pixels[3] == 255).all())
+        assert torch.equal(pixels[:3], rgb)
 
 
 def test_size_that_needs_no_resizing(tmp_path):
     """Oracle: every value that was written, where it is visible."""
     array = np.random.default_rng(1).integers(1, 256, (16, 16, 4), dtype=np.uint8)
-    found = read_image(save(tmp_path / "a.png", array), 16, 4).permute(1, 2, 0).numpy().astype(int)
-    assert np.array_equal(found[..., 3], array[..., 3])
+    pixels = read_image(save(tmp_path / "a.png", array), 16, 4).permute(1, 2, 0).numpy().astype(int)
+    assert np.array_equal(pixels[..., 3], array[..., 3])
     # Colours are held times alpha in 8 bits, so what is nearly invisible is coarse.
-    assert (np.abs(found[..., :3] - array[..., :3]) <= 255 // array[..., 3:].astype(int) + 1).all()
+    assert (np.abs(pixels[..., :3] - array[..., :3]) <= 255 // array[..., 3:].astype(int) + 1).all()
 
 
 def test_what_is_invisible_does_not_show(tmp_path):
     """Oracle: only red is visible, so that no scaled pixel may have green in it, however the green lies beside it."""
     array = np.zeros((100, 100, 4), np.uint8)
     array[..., 1], array[30:70, 30:70] = 255, (255, 0, 0, 255)                # invisible green about a red square
-    found = read_image(save(tmp_path / "a.png", array), 23, 4)
-    visible = found[3] > 0
+    pixels = read_image(save(tmp_path / "a.png", array), 23, 4)
+    visible = pixels[3] > 0
     assert bool(visible.any()) and not bool(visible.all())
-    assert int(found[1][visible].max()) == 0 and int(found[0][visible].min()) >= 250
+    assert int(pixels[1][visible].max()) == 0 and int(pixels[0][visible].min()) >= 250
 
 
 @pytest.mark.parametrize("mode", ["P", "LA", "L", "I;16"])
@@ -66,9 +66,9 @@ def test_other_modes(tmp_path, mode):
             image = image.convert("P")
             image.info["transparency"] = 240
     image.save(tmp_path / "a.png")
-    found = read_image(tmp_path / "a.png", 16, 4)
-    assert int(found[3, 3, 3]) == alpha and int(found[3, 15, 0]) == (0 if mode in ("P", "LA") else 255)
-    assert torch.equal(found[0, :15], torch.from_numpy(grey[:15]))
+    pixels = read_image(tmp_path / "a.png", 16, 4)
+    assert int(pixels[3, 3, 3]) == alpha and int(pixels[3, 15, 0]) == (0 if mode in ("P", "LA") else 255)
+    assert torch.equal(pixels[0, :15], torch.from_numpy(grey[:15]))
 
 
 def test_folders_and_the_built_in_set(tmp_path, noise):
@@ -77,9 +77,9 @@ def test_folders_and_the_built_in_set(tmp_path, noise):
     source = open_images(tmp_path, 16, channels=4)
     assert source[0]["image"].shape == (4, 16, 16)
     for size in (28, 32, 20):
-        found = open_images("builtin:fashion", size, channels=4)[3]["image"]
+        pixels = open_images("builtin:fashion", size, channels=4)[3]["image"]
         grey = open_images("builtin:fashion", size, channels=1)[3]["image"]
-        assert torch.equal(found, torch.cat((grey.expand(3, -1, -1), torch.full_like(grey, 255))))
+        assert torch.equal(pixels, torch.cat((grey.expand(3, -1, -1), torch.full_like(grey, 255))))
 
 
 def test_a_grid_lies_on_white():

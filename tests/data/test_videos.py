@@ -51,8 +51,8 @@ def test_items_of_a_flat_folder(tmp_path):
         item, written = source[index], torch.from_numpy(moving(count, 16, 16, seed=index)).permute(0, 3, 1, 2)
         assert item.keys() == {"video", "frames"} and item["frames"] == min(count, 5)
         start = max(0, count - 5) // 2
-        wanted = [min(start + i, count - 1) for i in range(5)]
-        assert torch.equal(item["video"], written[wanted])
+        numbers = [min(start + i, count - 1) for i in range(5)]
+        assert torch.equal(item["video"], written[numbers])
         assert source.name(index) == f"v{index}.webp"
 
 
@@ -70,9 +70,9 @@ def test_captions_beside_the_clips(tmp_path, classes):
 def test_the_class_is_the_caption_where_there_is_none(tmp_path):
     """Oracle: the contract."""
     source = open_videos(folder(tmp_path, ("cat", "big_dog")), CUT)
-    found = [source[index] for index in range(6)]
-    assert [item["label"] for item in found] == [0, 0, 0, 1, 1, 1]
-    assert captions_of(torch.stack([item["caption"] for item in found])) == ["big dog"] * 3 + ["cat"] * 3
+    items = [source[index] for index in range(6)]
+    assert [item["label"] for item in items] == [0, 0, 0, 1, 1, 1]
+    assert captions_of(torch.stack([item["caption"] for item in items])) == ["big dog"] * 3 + ["cat"] * 3
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".tsv", ".csv", ".jsonl"])
@@ -157,8 +157,8 @@ def test_windows_are_drawn_by_the_key(tmp_path):
             start = int(chance[row].double() * max(1, count - 4))
             starts.add((number, start))
             written = torch.from_numpy(moving(count, 16, 16, seed=number)).permute(0, 3, 1, 2)
-            wanted = written[[min(start + i, count - 1) for i in range(5)]]
-            assert torch.equal(batch["video"][row], wanted.flip(-1) if flip[row] else wanted)
+            expected = written[[min(start + i, count - 1) for i in range(5)]]
+            assert torch.equal(batch["video"][row], expected.flip(-1) if flip[row] else expected)
             assert batch["frames"][row] == min(count, 5)
     assert len(starts) > 20                                               # of 7 + 1 + 1 + 1 + 16 + 5
 
@@ -195,8 +195,8 @@ def test_a_broken_clip_is_replaced_and_listed(tmp_path):
         index = Order(6, 3).index_at(step * 12 + torch.arange(12)).tolist()
         for row, number in enumerate(index):
             chance = rng.uniform(rng.keys(3, step, torch.tensor([row])), "clip").item()
-            wanted = source.read({1: 3, 2: 3}.get(number, number), chance)
-            assert torch.equal(batch["video"][row], wanted["video"])
+            expected = source.read({1: 3, 2: 3}.get(number, number), chance)
+            assert torch.equal(batch["video"][row], expected["video"])
 
 
 def test_a_source_travels_light(tmp_path):

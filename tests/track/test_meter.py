@@ -47,9 +47,9 @@ def expected(batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         {"nonfinite": float(bad)} if bad else {})
 
 
-def same(found: dict[str, float], wanted: dict[str, float]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        math.isclose(found[name], wanted[name], rel_tol=1e-12, abs_tol=1e-13) for name in wanted)
+def same(means: dict[str, float], reference: dict[str, float]) -> bool:
+    return means.keys() == reference.keys() and all(
+        math.isclose(means[name], reference[name], rel_tol=1e-12, abs_tol=1e-13) for name in reference)
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,8 +61,8 @@ def test_means_over_uneven_batches(sizes, seed, bad):
     meter = Meter(["net"])
     for terms in batches:
         meter.add("net", terms)
-    found = meter.means()
-    assert same(found, expected(batches)), (found, expected(batches))
+    means = meter.means()
+    assert same(means, expected(batches)), (means, expected(batches))
     assert meter.means() == {}
     meter.add("net", batches[0])
     assert same(meter.means(), expected(batches[:1]))

@@ -11,10 +11,10 @@ from dstrain.track.pictures import grid, near_square, save_png
 def test_every_pixel_of_a_grid():
     """Oracle: all pixels written out by hand, three pictures in two columns with a place left empty."""
     images = torch.tensor([[[[10]]], [[[20]]], [[[30]]]], dtype=torch.uint8).repeat(1, 3, 64, 64)
-    found = grid(images, columns=2)
+    pixels = grid(images, columns=2)
     expected = np.zeros((134, 134, 3), np.uint8)
     expected[2:66, 2:66], expected[2:66, 68:132], expected[68:132, 2:66] = 10, 20, 30
-    assert found.dtype == np.uint8 and np.array_equal(found, expected)
+    assert pixels.dtype == np.uint8 and np.array_equal(pixels, expected)
 
 
 def test_channels_and_places_within_a_picture():

@@ -128,8 +128,8 @@ def test_videos_are_a_film_in_the_folder(tmp_path, captions):
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000500.gif", "step_00000500.png",
                                                               "step_00000500_first.png"]
     with Image.open(folder / "step_00000500.gif") as image:
-        found = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(image)]
-    assert np.array_equal(np.stack(found)[..., None], film_grid(clips, 5, captions))
+        frames = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(image)]
+    assert np.array_equal(np.stack(frames)[..., None], film_grid(clips, 5, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500.png"))
     assert np.array_equal(pixels[..., None], strip(clips, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500_first.png"))
@@ -168,9 +168,9 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
     track = tracker(tmp_path, 4)
     track.report(10, {"lr": 1e-4})
     track.close()
-    said = capsys.readouterr()
-    assert said.out == "" and "step 10/20  lr 0.0001" in said.err
-    assert re.search(r"50%\|.*10/20", said.err)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "step 10/20  lr 0.0001" in printed.err
+    assert re.search(r"50%\|.*10/20", printed.err)
     assert (tmp_path / "log.txt").read_text() == "step 10/20  lr 0.0001\n"
 
 
@@ -201,10 +201,10 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
         track.samples(done, torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8))
         track.scores(done, {}, {"usage": [1.0, 0.0]})
     track.close()
-    said = capsys.readouterr().out
-    assert said.count("metrics.jsonl can not be written") == said.count(
+    printed = capsys.readouterr().out
+    assert printed.count("metrics.jsonl can not be written") == printed.count(
         "samples can not be written") == 1
-    assert "step 2/20" in said
+    assert "step 2/20" in printed
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):

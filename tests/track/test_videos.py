@@ -40,9 +40,9 @@ def test_a_gif_keeps_grey_and_few_colours(tmp_path, name):
     for playing without end at 10 frames a second; no other file.
     """
     save_gif(tmp_path / "deeper" / "a.gif", FILMS[name])
-    found, said = gif(tmp_path / "deeper" / "a.gif")
-    assert np.array_equal(found, np.broadcast_to(FILMS[name], found.shape)) and len(found) == len(FILMS[name])
-    assert said == {"loop": 0, "duration": 100}
+    decoded, info = gif(tmp_path / "deeper" / "a.gif")
+    assert np.array_equal(decoded, np.broadcast_to(FILMS[name], decoded.shape)) and len(decoded) == len(FILMS[name])
+    assert info == {"loop": 0, "duration": 100}
     assert [path.name for path in (tmp_path / "deeper").iterdir()] == ["a.gif"]
 
 
@@ -51,9 +51,9 @@ def test_a_gif_of_many_colours(tmp_path):
     frames = gradients()
     assert len(np.unique(frames.reshape(-1, 3), axis=0)) > 1000
     save_gif(tmp_path / "a.gif", frames, fps=25)
-    found, said = gif(tmp_path / "a.gif")
-    assert found.shape == frames.shape and said["duration"] == 40
-    error = found.astype(float) - frames
+    decoded, info = gif(tmp_path / "a.gif")
+    assert decoded.shape == frames.shape and info["duration"] == 40
+    error = decoded.astype(float) - frames
     blocks = error[:, :28, :28].reshape(6, 7, 4, 7, 4, 3).mean((2, 4))
     assert np.abs(error).mean() < 8 and np.sqrt((blocks ** 2).mean()) < 4
     save_gif(tmp_path / "b.gif", frames[..., ::-1])
@@ -65,8 +65,8 @@ def test_a_sample_of_pixels_may_miss_colours(tmp_path):
     frames = np.zeros((3, 1024, 1024, 3), np.uint8)
     frames[0, 0, :300], frames[1] = np.random.default_rng(0).integers(0, 256, (300, 3)), 40
     save_gif(tmp_path / "a.gif", frames)
-    found, _ = gif(tmp_path / "a.gif")
-    assert found.shape == frames.shape and np.abs(found[1:].astype(int) - frames[1:]).max() <= 4
+    decoded, _ = gif(tmp_path / "a.gif")
+    assert decoded.shape == frames.shape and np.abs(decoded[1:].astype(int) - frames[1:]).max() <= 4
 
 
 @pytest.mark.parametrize("name, height, width", [("few colours", 28, 30), ("grey", 7, 5), ("grey", 1, 1),
@@ -79,11 +79,11 @@ def test_mp4(tmp_path, name, height, width):
         stream = container.streams.video[0]
         assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
         assert stream.average_rate == Fraction(12) and stream.frames == len(frames)
-        found = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
-    assert found.shape == (len(frames), height + height % 2, width + width % 2, 3)
-    error = np.abs(found[:, :height, :width].astype(int) - frames)
+        decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+    assert decoded.shape == (len(frames), height + height % 2, width + width % 2, 3)
+    error = np.abs(decoded[:, :height, :width].astype(int) - frames)
     assert error.mean() < (6 if "colours" in name else 2)
-    assert np.abs(found[:, -1, -1].astype(int) - frames[:, -1, -1]).max() <= 24                # the doubled line
+    assert np.abs(decoded[:, -1, -1].astype(int) - frames[:, -1, -1]).max() <= 24                # the doubled line
     assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
@@ -114,17 +114,17 @@ def test_a_failed_write_leaves_the_older_film(tmp_path, monkeypatch):
 def test_a_grid_of_clips(channels):
     """Oracle: the library's own grid of each frame's pictures, see test_pictures."""
     clips = torch.randint(0, 256, (3, 4, channels, 6, 8), dtype=torch.uint8)
-    found = film_grid(clips, 2)
-    assert len(found) == 4 and all(np.array_equal(found[t], grid(clips[:, t], 2)) for t in range(4))
+    joined = film_grid(clips, 2)
+    assert len(joined) == 4 and all(np.array_equal(joined[t], grid(clips[:, t], 2)) for t in range(4))
 
 
 def test_a_strip():
     """Oracle: pixels written out by hand: 9 of 17 frames, the first and the last among them, a row for each clip."""
     clips = (torch.arange(17)[None] + torch.tensor([[0], [100]])).to(torch.uint8)
-    found = strip(clips[:, :, None, None, None].expand(-1, -1, 1, 64, 64))
-    assert found.shape == (2 * (68 + 2) + 2, 9 * 66 + 2 + 4, 1)
+    whole = strip(clips[:, :, None, None, None].expand(-1, -1, 1, 64, 64))
+    assert whole.shape == (2 * (68 + 2) + 2, 9 * 66 + 2 + 4, 1)
     for row, column in np.ndindex(2, 9):
-        picture = found[4 + 70 * row:][:64, 4 + 66 * column:][:, :64]
+        picture = whole[4 + 70 * row:][:64, 4 + 66 * column:][:, :64]
         assert (picture == 2 * column + 100 * row).all()
     assert strip(torch.zeros(40, 1, 3, 64, 64, dtype=torch.uint8)).shape == (16 * 70 + 2, 68 + 4, 3)
 

