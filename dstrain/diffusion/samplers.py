@@ -45,6 +45,10 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
     return x
 
 
+# Both take the same arguments; DDIM draws no noise here, since its eta is 0.
+SAMPLERS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
+
+
 @torch.no_grad()
 def encode_ddim(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, clip_denoised: bool = False,
                 progress: Progress = iter) -> Tensor:

@@ -4,13 +4,15 @@ Only names and shapes are read, so a network on the meta device is enough. `shap
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 
+Fitted = tuple[dict[str, Tensor], list[str]]      # a state dict as a network takes it, and notes for the user
 Shapes = dict[str, tuple[int, ...]]
 Remedies = Sequence[tuple[str, str]]              # pattern of a weight's name -> the recipe's fields that decide it
 
@@ -53,5 +55,23 @@ def fresh_rows(table: Tensor, shape: tuple[int, ...], std: float) -> Tensor:
 def unused(names: Iterable[str]) -> list[str]:
     """A note on weights of a folder that the network has no place for, [] where there are none."""
     names = sorted(names)
-    return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"
-            ] if names else []
+    if not names:
+        return []
+    return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"]
+
+
+def require_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], system: str, expected: dict[str, Any],
+                   fields: Mapping[str, str]) -> None:
+    """ConfigError: a config.json of diffusers is of none of the classes, or the first of its fields that differs from
+    `expected`. `fields` are those of the recipe that decide a field of config.json.
+    """
+    kind = diffusers_config.get("_class_name")
+    if kind not in classes:
+        raise ConfigError(f"weights: config.json is of class {kind}, system {system} takes a {classes[0]}, or a "
+                          "pipeline that holds one")
+    for name, value in expected.items():
+        loaded = diffusers_config.get(name)
+        if (tuple(loaded) if isinstance(loaded, list) else loaded) != value:
+            remedy = (f"model.{fields[name]}; set it to what the file was made with" if name in fields else
+                      "this network, which has no other")
+            raise ConfigError(f"weights: {name} is {loaded} in config.json, and {value} by {remedy}")

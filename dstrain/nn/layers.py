@@ -6,6 +6,7 @@ initialization as an argument of its constructor (`init=`).
 """
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import torch
@@ -53,6 +54,11 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+
+
+def named(**layers: nn.Module) -> nn.Sequential:
+    """The layers one after the other, under the names that they have in published files."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 def initialize(weight: Tensor, init: str) -> None:

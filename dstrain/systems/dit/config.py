@@ -11,8 +11,6 @@ from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fix
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.network import SIZES
 
-SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
-
 
 class FirstStage(Section):
     path: str

@@ -17,11 +17,12 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
-from dstrain.systems.dit.config import Config, SAMPLERS
+from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, DiTBlock
 
 
@@ -33,7 +34,8 @@ class DiTSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), SAMPLERS[config.objective]
+        self.averaged = ("denoiser",)
+        self.samplers = ("euler", "heun") if config.objective == "flow" else tuple(samplers.SAMPLERS)
         self.shape = (config.in_channels, config.input_size, config.input_size)
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
@@ -134,12 +136,17 @@ class DiTSystem(System):
         keys = rng.keys_of_seeds(request.seeds)
         x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
-        if self.config.objective == "flow":
-            x_start = self._flow(network, x, sampler, request.num_steps)
+        count = request.num_steps
+        if sampler == "euler":
+            x_start = self.flow.euler(network, x, count)
+        elif sampler == "heun":
+            x_start = self.flow.heun(network, x, max(count // 2, 1))             # two evaluations a step
         else:
-            x_start = self._chain(network, x, sampler, request.num_steps, keys)
-        pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
-        return to_uint8(pixels)
+            spec = schedule.even_spec(self.diffusion.num_timesteps, count, strided=sampler == "ddim")
+            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+            x_start = samplers.SAMPLERS[sampler](self.diffusion.respaced(spec), network, x, noise,
+                                                 clip_denoised=self.models_pixels())
+        return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def _guided(self, nets: Nets, request: Request) -> Network:
         y = request.conditions.get("label", request.seeds % self.config.num_classes)
@@ -156,19 +163,6 @@ class DiTSystem(System):
                     "the folder of the one that encoded them")
         return None
 
-    def _chain(self, network: Network, x: Tensor, sampler: str, count: int, keys: Tensor) -> Tensor:
-        ddim, clip = sampler == "ddim", self.models_pixels()
-        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, count, ddim))
-        if ddim:
-            return samplers.ddim(chain, network, x, clip_denoised=clip)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-        return samplers.ancestral(chain, network, x, noise, clip_denoised=clip)
-
-    def _flow(self, network: Network, x: Tensor, sampler: str, count: int) -> Tensor:
-        if sampler == "euler":
-            return self.flow.euler(network, x, count)
-        return self.flow.heun(network, x, max(count // 2, 1))                    # two evaluations a step
-
     def models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
@@ -184,14 +178,13 @@ class DiTSystem(System):
                               f"{self.config.num_classes - 1}")
         return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Positions and the class table may differ, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -213,11 +206,6 @@ class DiTSystem(System):
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", self.shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", self.shape)
         return batch
-
-
-def build(config: Config) -> DiTSystem:
-    """The system of a config. Raises ConfigError where its first stage cannot be loaded or does not fit."""
-    return DiTSystem(config)
 
 
 def _first_stage(config: Config) -> Autoencoder | None:

@@ -82,8 +82,8 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
     config, network = system.config, nets["denoiser"]
     _require_expressible(system, network)
     rows = _NULL if _is_pipeline(system) else config.num_classes
-    state = weights.to_diffusers({name: value.float().cpu() for name, value in network.state_dict().items()}, rows,
-                                 bool(config.class_dropout_prob))
+    state = {name: value.float().cpu() for name, value in network.state_dict().items()}
+    state = weights.to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
     with torch.device("meta"):
         transformer = DiTTransformer2DModel(**weights.arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)

@@ -10,7 +10,6 @@ from dstrain.recipe import MAY_CHANGE, ConfigError, Run
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
 
-SAMPLERS = ("ddpm", "ddim")
 # image_size -> channel_mult; 32, 64 and 256 as published with the paper, 128 of the same authors' guided-diffusion.
 CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
 

@@ -18,11 +18,12 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
-from dstrain.systems.iddpm.config import Config, NO_GUIDANCE, SAMPLERS
+from dstrain.systems.iddpm.config import Config, NO_GUIDANCE
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 
@@ -34,7 +35,7 @@ class IDDPMSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), SAMPLERS
+        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
         self.starts_from_data = config.small_size is not None
         self.shape = (config.in_channels, config.image_size, config.image_size)
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
@@ -147,12 +148,8 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        if sampler == "ddim":
-            x_start = samplers.ddim(chain, network, x, clip_denoised=True)
-        else:
-            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-            x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
-        return to_uint8(x_start)
+        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+        return to_uint8(samplers.SAMPLERS[sampler](chain, network, x, noise, clip_denoised=True))
 
     def _spec(self, sampler: str, count: int) -> str:
         """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
@@ -215,14 +212,13 @@ class IDDPMSystem(System):
             raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
                               f"{self.config.num_classes - 1}; raise num_classes, or choose others")
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """The label table may differ, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.config)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -241,8 +237,3 @@ class IDDPMSystem(System):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.timesteps.load_state_dict(state)
-
-
-def build(config: Config) -> IDDPMSystem:
-    """The system of a config."""
-    return IDDPMSystem(config)

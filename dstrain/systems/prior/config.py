@@ -8,7 +8,6 @@ from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in
 from dstrain.systems.base import SystemConfig
 
-SAMPLERS = ("ddpm", "ddim")
 LOSSES = ("l2", "l1", "huber")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, timestep_features
+from dstrain.nn.layers import Linear, named, timestep_features
 
 EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
@@ -145,21 +145,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.net = nn.Sequential(Widen(width, 4 * width), nn.Dropout(dropout), Linear(4 * width, width))
+        self.net = nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), nn.Dropout(dropout),
+                                 Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
-
-
-class Widen(nn.Module):
-    """A linear layer and its GELU, under the published name `proj`."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.proj = Linear(inside, outside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x))
 
 
 class TimestepEmbedding(nn.Module):

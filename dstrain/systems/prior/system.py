@@ -20,10 +20,11 @@ from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
-from dstrain.systems.prior.config import Config, SAMPLERS
+from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
@@ -40,7 +41,8 @@ class PriorSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers, self.shape = ("denoiser",), SAMPLERS, (config.image_embed_dim,)
+        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
+        self.shape = (config.image_embed_dim,)
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
         self.timesteps = UniformSampler(config.timesteps)
@@ -226,10 +228,8 @@ class PriorSystem(System):
         x = normal("start")                                                                       # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
-        if self.sampler(request.sampler) == "ddim":
-            x = samplers.ddim(chain, network, x, progress=progress)
-        else:
-            x = samplers.ancestral(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)
+        draw = samplers.SAMPLERS[self.sampler(request.sampler)]
+        x = draw(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
         return self._embedding(x).view(count, len(keys), -1)
@@ -287,14 +287,13 @@ class PriorSystem(System):
         batches = [self._texts(encoder.encode(distinct[i:i + _PROMPTS])) for i in range(0, len(distinct), _PROMPTS)]
         return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.mean, self.std)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""
         weights.require_same(diffusers_config, self.config)
         return state, []
@@ -318,8 +317,3 @@ class PriorSystem(System):
             length = 1 + rng.integers(key, "length", tokens)
             batch["text_mask"] = torch.arange(tokens) < length[:, None]
         return batch
-
-
-def build(config: Config) -> PriorSystem:
-    """The system of a config. Raises ConfigError where its statistics cannot be read or do not fit."""
-    return PriorSystem(config)

@@ -57,8 +57,7 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     return values["clip_mean"], values["clip_std"]
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
-          std: Tensor) -> tuple[dict[str, Tensor], list[str]]:
+def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor, std: Tensor) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
@@ -88,11 +87,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
 
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """ConfigError: a config.json of diffusers differs from the recipe in what the weights' shapes do not show."""
-    if diffusers_config.get("_class_name") != "PriorTransformer":
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system prior takes "
-                          "a PriorTransformer")
-    for name, field, default in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
-        value = diffusers_config.get(name, default)
-        if value != getattr(config, field):
-            raise ConfigError(f"weights: {name} is {value} in config.json, model.{field} is {getattr(config, field)}; "
-                              "set it to what the file was made with")
+    loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
+    expected = {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head}
+    fields = {"num_attention_heads": "heads", "attention_head_dim": "dim_head"}
+    fitting.require_config(loaded, ("PriorTransformer",), "prior", expected, fields)
