@@ -12,52 +12,16 @@ section 4 ("Improving Sampling Speed"), `ddimN` the stride of Song et al. 2020.
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dstrain.recipe import ConfigError
 
+SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd", "quadratic",
+             "sigmoid")
 BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
-
-
-def _line(start: float, end: float, count: int) -> Tensor:
-    return torch.linspace(start, end, count, dtype=torch.float64)
-
-
-def _warmup(count: int, fraction: float) -> Tensor:
-    table = torch.full((count,), BETA_END, dtype=torch.float64)
-    length = max(int(count * fraction), 1)
-    table[:length] = _line(BETA_START, BETA_END, length)
-    return table
-
-
-def _cosine(count: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
-    """alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation 17."""
-    time = torch.arange(count + 1, dtype=torch.float64) / count
-    remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
-    return (1 - remaining[1:] / remaining[:-1]).clamp(max=largest)
-
-
-def _quad(count: int) -> Tensor:
-    return _line(BETA_START ** 0.5, BETA_END ** 0.5, count) ** 2
-
-
-_TABLES: dict[str, Callable[[int], Tensor]] = {
-    "linear": lambda count: _line(1000 / count * BETA_START, 1000 / count * BETA_END, count),
-    "cosine": _cosine,
-    "squaredcos_cap_v2": _cosine,
-    "quad": _quad,
-    "warmup10": lambda count: _warmup(count, 0.1),
-    "warmup50": lambda count: _warmup(count, 0.5),
-    "const": lambda count: torch.full((count,), BETA_END, dtype=torch.float64),
-    "jsd": lambda count: 1 / _line(count, 1, count),                      # 1/T, 1/(T-1), ..., 1
-    "quadratic": lambda count: 1000 / count * _quad(count),
-    # From -6 to 6: neither end is quite reached.
-    "sigmoid": lambda count: 1000 / count * (BETA_START + (BETA_END - BETA_START) * _line(-6, 6, count).sigmoid()),
-}
-SCHEDULES = tuple(_TABLES)
 
 
 def betas(name: str, num_timesteps: int) -> Tensor:
@@ -68,13 +32,40 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     """
     if num_timesteps < 1:
         raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
-    if name not in _TABLES:
+    if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
-    table = _TABLES[name](num_timesteps)
+    line = lambda start, end: torch.linspace(start, end, num_timesteps, dtype=torch.float64)
+    scale, quad = 1000 / num_timesteps, line(BETA_START ** 0.5, BETA_END ** 0.5) ** 2
+    table = {
+        "linear": line(scale * BETA_START, scale * BETA_END),
+        "cosine": _cosine(num_timesteps),
+        "squaredcos_cap_v2": _cosine(num_timesteps),
+        "quad": quad,
+        "warmup10": _warmup(num_timesteps, 0.1),
+        "warmup50": _warmup(num_timesteps, 0.5),
+        "const": line(BETA_END, BETA_END),
+        "jsd": 1 / line(num_timesteps, 1),                                # 1/T, 1/(T-1), ..., 1
+        "quadratic": scale * quad,
+        "sigmoid": scale * (BETA_START + (BETA_END - BETA_START) * line(-6, 6).sigmoid()),    # the ends are not reached
+    }[name]
     if not bool(((table > 0) & (table <= 1)).all()):
         raise ConfigError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
                           f"{float(table.max()):.3g}; take more steps or the cosine schedule")
     return table
+
+
+def _warmup(num_timesteps: int, fraction: float) -> Tensor:
+    table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
+    length = max(int(num_timesteps * fraction), 1)
+    table[:length] = torch.linspace(BETA_START, BETA_END, length, dtype=torch.float64)
+    return table
+
+
+def _cosine(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
+    """alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation 17."""
+    time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
+    remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
+    return (1 - remaining[1:] / remaining[:-1]).clamp(max=largest)
 
 
 def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
