@@ -11,36 +11,33 @@ from torch import Tensor
 
 from dstrain.recipe import ConfigError
 
-
 Array = np.ndarray | Tensor
 
 
 class TimestepSampler(ABC):
-    """A distribution over timesteps, sampled by each sample's own uniform number.
-
-    sample(uniforms)    uniforms float32 (B,) in [0, 1), one by each sample's key -> t int64 (B,), weight float32 (B,).
-                        t is the inverse of the cumulative distribution at the uniform number: a function of it and of
-                        the state alone, never of batch, rank or device. The mean of weight * loss is the mean loss
-                        over all timesteps. Everything stays on the uniforms' device, and the host never waits for it.
-    observe(t, losses)  timesteps and unweighted losses since the last call, (N,) each, of ALL ranks and micro-batches
-                        of the step, ordered by position in the global batch. The caller gathers (t, loss, position)
-                        and sorts; the sampler knows no rank. Equal arguments on all ranks leave equal states, however
-                        unevenly the batch was split. Entries with t < 0 are padding. Losses that are not finite are
-                        ignored, too: they would stay in the history until they are overwritten.
-    state_dict()        tensors that a checkpoint keeps; empty where nothing is learned.
-    """
+    """A distribution over timesteps, sampled by each sample's own uniform number."""
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
 
     @abstractmethod
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) in [0, 1) -> timesteps (B,) int64, weights (B,) float32."""
+        """Uniform numbers float32 (B,) in [0, 1), one of each sample's key -> timesteps int64 (B,), weights float32
+        (B,). The mean of weight * loss is the mean loss over all timesteps.
+
+        A timestep is the inverse of the cumulative distribution at its uniform number: a function of it and of the
+        state alone, never of batch, rank or device. The host never waits for the device.
+        """
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Learns from losses at timesteps, (N,) each, ordered by position in the global batch."""
+        """Learns from unweighted losses at timesteps, (N,) each: those of all ranks and micro-batches of a step, in the
+        order of the global batch. Equal arguments on all ranks leave equal states, however the batch was split.
+
+        Entries with t < 0 are padding. Losses that are not finite are ignored: they would stay in the history.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint keeps; {} where nothing is learned."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

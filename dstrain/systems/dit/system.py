@@ -40,11 +40,11 @@ class DiTSystem(System):
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
         if config.objective == "diffusion":
-            chosen = config.diffusion
+            section = config.diffusion
             self.diffusion = GaussianDiffusion(
-                schedule.betas(chosen.schedule, chosen.num_steps), prediction=chosen.prediction, loss=chosen.loss,
-                variance="learned_range" if config.learn_sigma else chosen.fixed_variance)
-            self.timesteps = UniformSampler(chosen.num_steps)
+                schedule.betas(section.schedule, section.num_steps), prediction=section.prediction, loss=section.loss,
+                variance="learned_range" if config.learn_sigma else section.fixed_variance)
+            self.timesteps = UniformSampler(section.num_steps)
         else:
             self.flow = FlowMatching(**config.flow.model_dump())
 
@@ -59,7 +59,9 @@ class DiTSystem(System):
         inputs = ("image", "latent_mean", "latent_std")
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         if "latent_mean" in batch:
-            example["x_start"] = self._latents(batch["latent_mean"], batch["latent_std"], batch["key"])
+            moments = batch["latent_mean"], batch["latent_std"], batch["key"]
+            scale = self.config.codes.scaling_factor if self.config.codes else 1.0
+            example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw(*moments, scale)
         elif self.config.codes:
             raise ConfigError("data: this model reads cached latents and holds no encoder, the data give images; "
                               "encode them with launch/encode.py and the same first stage")
@@ -68,11 +70,6 @@ class DiTSystem(System):
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
         require_shape(example["x_start"], self.shape, "in_channels")
         return example
-
-    def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        if self.first_stage:
-            return self.first_stage.draw(mean, std, key)
-        return draw(mean, std, key, self.config.codes.scaling_factor if self.config.codes else 1.0)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
@@ -172,9 +169,9 @@ class DiTSystem(System):
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """label int64 (num,): `labels` in turn, or every class. ConfigError: a label that is no class."""
         classes = labels or tuple(range(self.config.num_classes))
-        wrong = [label for label in classes if not 0 <= label < self.config.num_classes]
-        if wrong:
-            raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+        unknown = [label for label in classes if not 0 <= label < self.config.num_classes]
+        if unknown:
+            raise ConfigError(f"labels: {unknown} are not among the {self.config.num_classes} classes, 0 to "
                               f"{self.config.num_classes - 1}")
         return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
 
@@ -195,8 +192,7 @@ class DiTSystem(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels."""
-        positions = torch.arange(batch_size)
-        batch = {"key": rng.keys(0, 0, positions)}
+        batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
         if not self.config.codes and (self.first_stage or self.models_pixels()):
             size = self.config.image_size
@@ -211,21 +207,22 @@ class DiTSystem(System):
 def _first_stage(config: Config) -> Autoencoder | None:
     if config.first_stage is None:
         return None
-    chosen, path = config.first_stage, config.first_stage.path
-    autoencoder = Autoencoder(path, chosen.scaling_factor, chosen.shift)
-    for name, configured, actual in (("first_stage.factor", chosen.factor, autoencoder.factor),
+    section, path = config.first_stage, config.first_stage.path
+    autoencoder = Autoencoder(path, section.scaling_factor, section.shift)
+    for name, configured, actual in (("first_stage.factor", section.factor, autoencoder.factor),
                                      ("in_channels", config.in_channels, autoencoder.channels),
-                                     ("data.channels", chosen.image_channels, autoencoder.image_channels)):
+                                     ("data.channels", section.image_channels, autoencoder.image_channels)):
         if configured not in (None, actual):
             raise ConfigError(f"{name}: {configured} in the recipe, {actual} in the autoencoder at {path}; set {name} "
                               f"to {actual}")
-    read = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
-    if chosen.fingerprint not in (None, read):
-        raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, this model was trained with "
-                          f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
+    # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
+    hashed = autoencoder.fingerprint() if config.codes is not None or section.fingerprint is not None else None
+    if section.fingerprint not in (None, hashed):
+        raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
+                          f"{section.fingerprint} (first_stage.fingerprint); put that one back there")
     if config.codes is not None:
-        if read != config.codes.first_stage:
-            raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, the latents in data.path are of "
+        if hashed != config.codes.first_stage:
+            raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
                               f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
         autoencoder.drop_encoder()
     return autoencoder

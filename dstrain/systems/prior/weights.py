@@ -35,16 +35,14 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     if config.image_embed_stats is None:
         return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim ** 0.5))
     path = Path(config.image_embed_stats)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    values: dict[str, Tensor] = {}
-    for file in files:
+    names, values = ("clip_mean", "clip_std"), {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
             with safe_open(file, "pt") as content:
-                values |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
-                           if name in ("clip_mean", "clip_std")}
+                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content.keys()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
-    for name in ("clip_mean", "clip_std"):
+    for name in names:
         if name not in values:
             raise ConfigError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
                               "clip_std, such as that of a diffusers prior")
@@ -66,15 +64,15 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor, std: Tenso
     """
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    held = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
-    if held[1] is not None and bool(held[1].any()):
+    of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
+    if of_file[1] is not None and bool(of_file[1].any()):
         if not all(a.numel() == len(b) and torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5)
-                   for a, b in zip(held, (mean, std))):
+                   for a, b in zip(of_file, (mean, std))):
             raise ConfigError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
                               "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
                               "it was made with")
         notes.append("clip_mean, clip_std: as in the recipe")
-    elif held[1] is not None:
+    elif of_file[1] is not None:
         notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
     for name in shapes.keys() - state.keys():
         if name.startswith(("null_text_", "self_cond_proj")):
