@@ -50,10 +50,10 @@ class GaussianDiffusion:
     def __init__(self, betas: Tensor, *, prediction: str = "eps", variance: str = "learned_range", loss: str = "mse",
                  timestep_map: Sequence[int] | None = None, original_steps: int | None = None,
                  rescale_timesteps: bool = False) -> None:
-        for key, value, known in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
-                                  ("loss", loss, LOSSES)):
-            if value not in known:
-                raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
+        for key, value, choices in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
+                                    ("loss", loss, LOSSES)):
+            if value not in choices:
+                raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(choices)}")
         if prediction == "eps" and betas[-1] == 1:
             raise ConfigError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
                               "leaves only noise; take prediction v, another schedule, or another number of steps")

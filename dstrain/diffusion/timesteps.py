@@ -77,28 +77,22 @@ class LossSecondMomentSampler(TimestepSampler):
         """p(t), float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 
-    def _state(self) -> tuple[Array, Array]:
-        """The history, and the number of losses seen by timestep: numpy's arrays on the CPU, where they are faster."""
-        if _on_host(self._history):
-            return self._history.numpy(), self._seen.numpy()
-        return self._history, self._seen
-
-    def _probabilities(self, history: Array, seen: Array) -> Array:
+    def _refresh(self) -> None:
+        """Probabilities from the history; on the CPU by numpy, which is faster there."""
+        on_host, history, seen = _on_host(self._history), self._history, self._seen
+        if on_host:
+            history, seen = history.numpy(), seen.numpy()
         weights = (history * history).sum(0)[:-1] ** 0.5                  # the root mean square, times a constant
         total = weights.sum()
         ready = (seen[:-1].min() >= self.history_per_term) & (total > 0)  # 0 or 1, never read by the host
         learned = ready * (1 - self.uniform_prob) / (total + ~ready)
-        even = (ready * self.uniform_prob + ~ready) / self.num_timesteps
-        return weights * learned + even
-
-    def _refresh(self) -> None:
-        self._p = self._probabilities(*self._state())
-        if isinstance(self._p, np.ndarray):
+        self._p: Array = weights * learned + (ready * self.uniform_prob + ~ready) / self.num_timesteps
+        if on_host:
             cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as fast as numpy's
         else:                                     # in integers: a GPU scans floats in no fixed order
             cumulative = (self._p * 2.0 ** 52).long().cumsum(dim=0).double() * 2.0 ** -52
         cumulative[-1] = torch.inf                                        # rounding may leave the last one below 1
-        self._cumulative: Array = cumulative.numpy() if isinstance(self._p, np.ndarray) else cumulative
+        self._cumulative: Array = cumulative.numpy() if on_host else cumulative
         self._guide: np.ndarray | None = None                             # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +132,8 @@ class LossSecondMomentSampler(TimestepSampler):
         valid = (t >= 0) & np.isfinite(losses)
         if not valid.all():
             t, losses = t[valid], losses[valid]
-        order = _stable_order(t, self.num_timesteps)                      # equal timesteps keep their order
+        # Equal timesteps keep their order. Short integers are sorted by radix, which is faster.
+        order = np.argsort(t.astype(np.int16) if self.num_timesteps <= 2 ** 15 else t, kind="stable")
         t, losses = t[order], losses[order]
         counts = np.bincount(t, minlength=self.num_timesteps + 1)
         following = counts.cumsum()                                       # where the next timestep's losses begin
@@ -187,8 +182,3 @@ class LossSecondMomentSampler(TimestepSampler):
 
 def _on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
-
-
-def _stable_order(t: np.ndarray, end: int) -> np.ndarray:
-    """Indices that sort t, all below `end`, and keep the order of equal entries: (N,) -> (N,)."""
-    return np.argsort(t.astype(np.int16) if end <= 2 ** 15 else t, kind="stable")       # short ones by radix

@@ -124,10 +124,11 @@ class Imports:
         with torch.device("meta"):
             expected = self.networks()[part].state_dict()
         for name in [*expected, *state]:
-            here, in_file = (tuple(of[name].shape) if name in of else "absent" for of in (expected, state))
-            if here != in_file:
-                raise ConfigError(f"weights: {name} is {in_file} in the file and {here} in the network; set the model "
-                                  "section to what the file was made with")
+            in_network, in_file = (tuple(weights[name].shape) if name in weights else "absent"
+                                   for weights in (expected, state))
+            if in_network != in_file:
+                raise ConfigError(f"weights: {name} is {in_file} in the file and {in_network} in the network; set the "
+                                  "model section to what the file was made with")
         return dict(state), []
 
     def from_diffusers(self, state: dict[str, Tensor],

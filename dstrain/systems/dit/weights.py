@@ -54,12 +54,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     positions = state.get(_POSITIONS)
     if positions is not None and positions.ndim == 3 and positions.shape[-1] == shapes[_POSITIONS][-1]:
         state[_POSITIONS] = _interpolated(positions, shapes[_POSITIONS][1], notes)
-    if fitting.differs_in_rows(state, shapes, _CLASSES):
-        table = state[_CLASSES]
-        state[_CLASSES] = fitting.fresh_rows(table, shapes[_CLASSES], std=0.02)
-        state[_CLASSES][-1] = table[-1]
-        notes.append(f"{_CLASSES}: {len(table)} rows in the file, {shapes[_CLASSES][0]} in the network; replaced by "
-                     "fresh rows, the last (no label) kept")
+    notes += fitting.refill(state, shapes, _CLASSES, std=0.02, keep_last=True)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, notes
 

@@ -99,8 +99,8 @@ class UNet(nn.Module):
 class SuperResUNet(UNet):
     """A UNet that also sees the small picture, stretched to the large one's size, as further channels."""
 
-    def __init__(self, in_channels: int = 3, *arguments, **named) -> None:
-        super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **named)
+    def __init__(self, in_channels: int = 3, *arguments, **options) -> None:
+        super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **options)
 
     def forward(self, x: Tensor, t: Tensor, low_res: Tensor, y: Tensor | None = None) -> Tensor:
         stretched = F.interpolate(low_res, x.shape[-2:], mode="bilinear", align_corners=False)

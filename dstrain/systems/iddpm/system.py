@@ -82,10 +82,10 @@ class IDDPMSystem(System):
             weighted |= {"timestep": t, "loss_seen": terms["loss"].detach()}
         return weighted
 
-    def observe(self, seen: Terms) -> None:
+    def observe(self, terms: Terms) -> None:
         """The timestep sampler learns from unweighted losses. Those that are not finite are marked as padding, -1."""
-        losses = seen["loss_seen"]
-        self.timesteps.observe(torch.where(losses.isfinite(), seen["timestep"], -1), losses)
+        losses = terms["loss_seen"]
+        self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:

@@ -46,11 +46,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitti
     ConfigError: the first other difference, with both shapes and the flags that decide them.
     """
     shapes = fitting.shapes_of(network)
-    state, notes = dict(state), []
-    if fitting.differs_in_rows(state, shapes, _LABELS):
-        notes.append(f"{_LABELS}: {len(state[_LABELS])} rows in the file, {shapes[_LABELS][0]} in the network; "
-                     "replaced by fresh rows")
-        state[_LABELS] = fitting.fresh_rows(state[_LABELS], shapes[_LABELS], std=1.0)
+    state = dict(state)
+    notes = fitting.refill(state, shapes, _LABELS, std=1.0)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
@@ -91,11 +88,11 @@ def arguments(config: Config) -> dict[str, Any]:
                           f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
                           "safetensors")
     attends = [side in config.attention_resolutions for side in config.sides]
-    seen = config.in_channels * (2 if config.small_size else 1)
     learned = _learns_times(config)
     return {
-        "sample_size": config.image_size, "in_channels": seen,
-        "out_channels": config.in_channels * (1 + config.learn_sigma), "center_input_sample": False,
+        "sample_size": config.image_size, "center_input_sample": False,
+        "in_channels": config.in_channels * (2 if config.small_size else 1),
+        "out_channels": config.in_channels * (1 + config.learn_sigma),
         "time_embedding_type": "learned" if learned else "positional", "freq_shift": 0, "flip_sin_to_cos": True,
         "down_block_types": tuple("AttnDownBlock2D" if attention else "DownBlock2D" for attention in attends),
         "up_block_types": tuple("AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attends)),
