@@ -134,12 +134,11 @@ def _pipeline(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path
 
     pipeline = DiTPipeline.from_pretrained(folder, transformer=exported, low_cpu_mem_usage=False).to(x.device)
     pipeline.set_progress_bar_config(disable=True)
-    steps, scale = even_steps(system.diffusion.num_timesteps), _scale(system)
-    generator = lambda: torch.Generator().manual_seed(0)
-    pictures = pipeline(y.tolist(), guidance_scale=scale, generator=generator(), num_inference_steps=steps,
+    steps, generator = even_steps(system.diffusion.num_timesteps), lambda: torch.Generator().manual_seed(0)
+    pictures = pipeline(y.tolist(), guidance_scale=_scale(system), generator=generator(), num_inference_steps=steps,
                         output_type="pt").images
     start = randn_tensor(tuple(x.shape), generator=generator(), device=x.device, dtype=x.dtype)
-    latents = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), _guided(system, network, y, scale), start)
+    latents = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), _guided(system, network, y), start)
     return pictures, (system.first_stage.decode(latents) / 2 + 0.5).clamp(0, 1)
 
 
@@ -148,7 +147,7 @@ def _loop(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x:
     """What diffusers' scheduler makes of x over the exported network, and the system's sampler: DDIM, or Euler's."""
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    own, predict = _guided(system, network, y, _scale(system)), _guided_exported(exported, y, _scale(system))
+    own, predict = _guided(system, network, y), _guided_exported(exported, y, _scale(system))
     if system.config.objective == "flow":
         scheduler, options = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), {}
         scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
@@ -164,8 +163,8 @@ def _loop(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x:
     return x, expected
 
 
-def _guided(system: DiTSystem, network: DiT, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, scale)
+def _guided(system: DiTSystem, network: DiT, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, _scale(system))
 
 
 def _guided_exported(exported: nn.Module, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -70,8 +70,6 @@ def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
     return grid.flatten(2).transpose(1, 2).contiguous().to(positions.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------- diffusers' names
-
 def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
     """The state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
 

@@ -75,9 +75,9 @@ class IDDPMSystem(System):
         """The training loss: one timestep and one noise for each sample; terms have the weight of the drawn t."""
         t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
-        weighted = {name: weight * term for name, term in terms.items()}
+        weighted = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
         loss = weighted["loss"]
-        weighted |= {"loss": loss.mean(), "loss_each": loss.detach(), "quartile": self._quartile(t)}
+        weighted |= {"loss": loss.mean(), "loss_each": loss.detach()}
         if self.watched:
             weighted |= {"timestep": t, "loss_seen": terms["loss"].detach()}
         return weighted
@@ -91,14 +91,12 @@ class IDDPMSystem(System):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """The unweighted loss at uniform timesteps, one value a sample (B,): independent of the sampler's history."""
         t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
-        return self._losses(nets, example, t) | {"quartile": self._quartile(t)}
+        return self._losses(nets, example, t)
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
         noise = rng.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
-        return self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
-
-    def _quartile(self, t: Tensor) -> Tensor:
-        return 4 * t // self.config.diffusion_steps
+        terms = self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
+        return terms | {"quartile": 4 * t // self.config.diffusion_steps}
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """The denoiser with its conditions filled in; conditions that it does not take are ignored."""
@@ -109,8 +107,6 @@ class IDDPMSystem(System):
                                   "class_cond false")
             arguments += (conditions["label"],)
         return lambda x_t, t: nets["denoiser"](x_t, t, *arguments)
-
-    # ---------------------------------------------------------------------------------------------------- likelihood
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -139,7 +135,10 @@ class IDDPMSystem(System):
         sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        chain = self._chain(self._spec(sampler, request.num_steps))
+        spec, count = self.config.timestep_respacing, request.num_steps
+        if not spec or count != self.config.respaced_steps():            # then evenly spaced, as published
+            spec = schedule.even_spec(self.config.diffusion_steps, count, strided=sampler == "ddim")
+        chain = self._chain(spec)
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -150,12 +149,6 @@ class IDDPMSystem(System):
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
         return to_uint8(samplers.SAMPLERS[sampler](chain, network, x, noise, clip_denoised=True))
-
-    def _spec(self, sampler: str, count: int) -> str:
-        """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
-        if self.config.timestep_respacing and count == self.config.respaced_steps():
-            return self.config.timestep_respacing
-        return schedule.even_spec(self.config.diffusion_steps, count, sampler == "ddim")
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 

@@ -62,8 +62,6 @@ def _place(name: str) -> tuple[int, ...]:
                  for word in name.split("."))
 
 
-# ----------------------------------------------------------------------------------------------------- diffusers' names
-
 _TIMES = "time_proj.weight"
 _ENDS = {"time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
          "label_emb": "class_embedding", "input_blocks.0.0": "conv_in", "out.0": "conv_norm_out", "out.2": "conv_out"}

@@ -117,7 +117,8 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = FeedForward(width, dropout)
+        self.ff = named(net=nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), nn.Dropout(dropout),
+                                          Linear(4 * width, width)))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn1(self.norm1(x), mask)
@@ -138,18 +139,6 @@ class Attention(nn.Module):
         split = lambda y: y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
         x = attend(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
         return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with an exact GELU between them, where it is four times as wide."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.net = nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), nn.Dropout(dropout),
-                                 Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
 
 class TimestepEmbedding(nn.Module):
