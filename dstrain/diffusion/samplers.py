@@ -45,7 +45,7 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
     return x
 
 
-# Both take the same arguments; DDIM draws no noise here, since its eta is 0.
+# By name, as calls with the same arguments (diffusion, network, x, noise, ...). DDIM with its eta of 0 draws no noise.
 SAMPLERS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
 
 
