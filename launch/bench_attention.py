@@ -1,7 +1,7 @@
 """Times attention's forms on this device, forward and backward: python launch/bench_attention.py [--threads N]
 
-Each shape is (samples, heads, tokens, width of a head). `attend` is what networks call, and should be near the least.
-`plain` is matmul, softmax, matmul. The first rows are the small recipes'.
+Each shape is (samples, heads, tokens, width of a head); the first rows are those of the small recipes. `attend` is what
+networks call, and should be near the least. `plain` is matmul, softmax, matmul.
 
 2026-11-22, one thread of an AMD EPYC with AVX512_BF16, milliseconds, the least of seven:
 
@@ -42,8 +42,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
 
 
-def milliseconds(form: Callable[..., Tensor], shape: tuple[int, int, int, int], dtype: torch.dtype,
-                 device: str) -> float:
+def milliseconds(form: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> float:
     """The least time of a forward and a backward pass, on tensors that lie as a network's do."""
     batch, heads, count, width = shape
     inputs = torch.randn(batch, count, 3, heads, width, device=device).to(dtype).permute(2, 0, 3, 1, 4).unbind(0)
@@ -51,17 +50,17 @@ def milliseconds(form: Callable[..., Tensor], shape: tuple[int, int, int, int], 
     upstream = torch.randn(batch, count, heads, width, device=device).to(dtype).transpose(1, 2)
     best = float("inf")
     for _ in range(REPEATS):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         torch.autograd.grad(form(*inputs), inputs, upstream)
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - start)
     return 1e3 * best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="of the CPU; without it as many as torch takes")
+    parser.add_argument("--threads", type=int, help="of the CPU; by default as many as torch takes")
     threads = parser.parse_args().threads
     if threads:
         torch.set_num_threads(threads)

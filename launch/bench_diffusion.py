@@ -1,24 +1,24 @@
-"""The arithmetic around the network, ours against plain implementations in the original's manner, on this machine.
+"""Times the arithmetic around the network against plain implementations in the original's manner, on this machine.
 
     python launch/bench_diffusion.py [--rounds 60] [--only WORD]
 
 plain    as the original does it, written here by its definitions: float64 tables in numpy, uploaded and expanded for
          every coefficient; the bound by mean and variance of both distributions, the decoder's likelihood of every
          sample; a history that a loop with .item() fills; weights and numpy's choice anew for every draw
-ours     dstrain/diffusion; tests/diffusion/test_bench_diffusion.py shows that both sides say the same
+fast     dstrain/diffusion; tests/diffusion/test_bench_diffusion.py shows that both sides compute the same
 
-Timed in turn, A B A B, on one thread; given are the fastest and the median, as ratios plain / ours. Measured
-2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512) that other work kept busy, fastest:
+Both sides are timed in turn, A B A B, on one thread. The ratios plain / fast are of the fastest times and of the
+medians. Measured 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512) that other work kept busy, fastest:
 
     q_sample              2.7 (2x3x64x64), 2.2 (8), 2.0 (32); 2.3 (32x3x32x32). Target 2.3, missed by large batches:
-                          ours passes twice over the data, plain three times; where memory is what is waited for that
-                          is all there is to gain, and one pass needs a compiler.
+                          fast passes over the data twice, plain three times. Where both wait for memory, that is the
+                          whole gain; a single pass needs a compiler.
     training_losses       6.1 (2x3x64x64), 7.9 (8), 10 (32); 7.6 (32x3x32x32). Target 5.
       with its gradient   4.5 (2x3x64x64), 7.1 (8), 9.9 (32); 6.6 (32x3x32x32): a batch of two is mostly calls.
     UniformSampler        29. Target 25. The uniform numbers themselves cost 0.08 ms for 2048 samples, since each
                           belongs to its sample; with them the ratio is 1.8.
-    LossSecondMoment      observe 30 to 38 at T = 1000, 25 to 31 at T = 4000 (target 30), where the weights of all t
-                          are half of it; sample 7.4 and 7.6 after an update, 10 and 14 again (target 5).
+    LossSecondMoment      observe 30 to 38 at T = 1000, 25 to 31 at T = 4000 (target 30), where half of the time goes
+                          into the weights of all t; sample 7.4 and 7.6 after an update, 10 and 14 again (target 5).
 """
 
 import argparse
@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -43,8 +44,9 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_":
                "MALLOC_TOP_PAD_": "268435456", "OMP_NUM_THREADS": "1"}
 STEPS = 1000                                      # of the chain whose losses are timed
 DRAWN = 2048                                      # timesteps in a draw or an update
-VARIED = 16                                       # inputs in turn, so that no branch is learned by heart
+VARIED = 16                                       # inputs in turn, so that no branch predictor learns them
 Work = Callable[[int], object]                    # does the work on input number i
+Line = tuple[str, Work, Work, Work]               # name, plain, fast, and what comes before each call
 
 
 def main() -> None:
@@ -58,27 +60,27 @@ def main() -> None:
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         os.execve(sys.executable, sys.orig_argv, os.environ | ENVIRONMENT)
     torch.set_num_threads(1)
-    print(f"{'microseconds, and plain / ours':42}{'plain':>10}{'ours':>10}{'fastest':>10}{'median':>10}")
-    known = list(lines())
-    if not any(options.only in name for name, *_ in known):
-        parser.error(f"--only {options.only}: no line has this in its name; there are {', '.join(k[0] for k in known)}")
-    for name, plain, ours, before in known:
-        if options.only in name:
-            seconds = timed(plain, ours, before, options.rounds)
-            one, other = (1e6 * min(side) for side in seconds)
-            middle = statistics.median(seconds[0]) / statistics.median(seconds[1])
-            print(f"{name:42}{one:10.1f}{other:10.1f}{one / other:10.2f}{middle:10.2f}", flush=True)
+    lines = [*losses(), *timesteps()]
+    chosen = [line for line in lines if options.only in line[0]]
+    if not chosen:
+        parser.error(f"--only {options.only}: no line has this in its name, of {', '.join(name for name, *_ in lines)}")
+    print(f"{'microseconds, and plain / fast':42}{'plain':>10}{'fast':>10}{'fastest':>10}{'median':>10}")
+    for name, *line in chosen:
+        seconds = timed(*line, options.rounds)
+        plain, fast = (1e6 * min(side) for side in seconds)
+        median = statistics.median(seconds[0]) / statistics.median(seconds[1])
+        print(f"{name:42}{plain:10.1f}{fast:10.1f}{plain / fast:10.2f}{median:10.2f}", flush=True)
 
 
-def timed(plain: Work, ours: Work, before: Work, rounds: int) -> tuple[list[float], list[float]]:
+def timed(plain: Work, fast: Work, before: Work, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each side on the same inputs, A B A B; `before` prepares input i and is not timed.
 
-    An untimed call goes before each timed one: what the other side has left in caches and in the allocator (thousands
-    of freed scalars after a loop of .item()) would else be paid for by the side that follows.
+    An untimed call precedes each timed one. Otherwise a side would pay for what the other one has left in caches and in
+    the allocator, such as thousands of freed scalars after a loop of .item().
     """
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(-3, rounds):
-        for side, work in zip(seconds, (plain, ours)):
+        for side, work in zip(seconds, (plain, fast)):
             work((number + 1) % VARIED)
             before(number % VARIED)
             start = time.perf_counter()
@@ -88,19 +90,13 @@ def timed(plain: Work, ours: Work, before: Work, rounds: int) -> tuple[list[floa
 
 
 def nothing(number: int) -> None:
-    """What comes before most lines."""
-
-
-def lines() -> Iterator[tuple[str, Work, Work, Work]]:
-    """(name, plain, ours, what comes before) of all that is timed."""
-    yield from losses()
-    yield from timesteps()
+    """What comes before most calls."""
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
 
 def problem(batch: int, size: int, seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """x_start (B, 3, S, S), VARIED timesteps (B,), noise, and (B, 6, S, S) as a network might say it, a leaf."""
+    """x_start (B, 3, S, S), VARIED timesteps (B,), noise, and an output of a network (B, 6, S, S), a leaf."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, 3, size, size)
     x_start = torch.rand(shape, generator=generator) * 2 - 1
@@ -110,35 +106,30 @@ def problem(batch: int, size: int, seed: int = 0) -> tuple[Tensor, list[Tensor],
     return x_start, t, torch.randn(shape, generator=generator), out.requires_grad_()
 
 
-def losses() -> Iterator[tuple[str, Work, Work, Work]]:
+def losses() -> Iterator[Line]:
     """q_sample and the hybrid loss of a learned variance; the network is a constant, so that arithmetic is timed."""
     betas = schedule.betas("cosine", STEPS)
-    plain, ours = PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
+    plain, fast = PlainDiffusion(betas.numpy()), GaussianDiffusion(betas, loss="rescaled_mse")
     for batch, size in ((2, 64), (8, 64), (32, 64), (32, 32)):
-        yield from of_shape(plain, ours, batch, size)
+        yield from of_shape(plain, fast, batch, size)
 
 
-def of_shape(plain: "PlainDiffusion", ours: GaussianDiffusion, batch: int,
-             size: int) -> Iterator[tuple[str, Work, Work, Work]]:
-    """The lines of one shape, by themselves: all of them are asked for before the first is timed."""
+def of_shape(plain: "PlainDiffusion", fast: GaussianDiffusion, batch: int, size: int) -> Iterator[Line]:
+    """The lines of one shape. They are a function of their own, since each keeps its inputs until it is timed."""
     x_start, t, noise, out = problem(batch, size)
 
-    def drawn(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-        return lambda i: chain.q_sample(x_start, t[i], noise)
+    def drawn(chain: PlainDiffusion | GaussianDiffusion, i: int) -> Tensor:
+        return chain.q_sample(x_start, t[i], noise)
 
-    def forward(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-        return lambda i: chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)
+    def forward(chain: PlainDiffusion | GaussianDiffusion, i: int) -> Tensor:
+        return chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)["loss"]
 
-    def both(chain: PlainDiffusion | GaussianDiffusion) -> Work:
-        def work(i: int) -> None:
-            out.grad = None
-            chain.training_losses(lambda x_t, times: out, x_start, t[i], noise)["loss"].mean().backward()
-        return work
+    def both(chain: PlainDiffusion | GaussianDiffusion, i: int) -> None:
+        out.grad = None
+        forward(chain, i).mean().backward()
 
-    shape = f"{batch}x3x{size}x{size}"
-    yield f"q_sample {shape}", drawn(plain), drawn(ours), nothing
-    yield f"training_losses {shape}", forward(plain), forward(ours), nothing
-    yield f"  with its gradient {shape}", both(plain), both(ours), nothing
+    for name, work in (("q_sample", drawn), ("training_losses", forward), ("  with its gradient", both)):
+        yield f"{name} {batch}x3x{size}x{size}", partial(work, plain), partial(work, fast), nothing
 
 
 class PlainDiffusion:
@@ -205,36 +196,33 @@ def flat(values: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------- timesteps
 
-def timesteps() -> Iterator[tuple[str, Work, Work, Work]]:
-    """Draws and updates of DRAWN timesteps; ours draws from uniform numbers that belong to the samples."""
+def timesteps() -> Iterator[Line]:
+    """Draws and updates of DRAWN timesteps; fast draws from uniform numbers that belong to the samples."""
     keys = [rng.keys(0, step, torch.arange(DRAWN)) for step in range(VARIED)]
     uniforms = [rng.uniform(key, "timestep") for key in keys]
-    even, even_ours = PlainUniform(STEPS), UniformSampler(STEPS)
-    yield (f"UniformSampler {DRAWN}", lambda i: even.sample(DRAWN), lambda i: even_ours.sample(uniforms[i]), nothing)
-    yield (f"  with its uniform numbers {DRAWN}", lambda i: even.sample(DRAWN),
-           lambda i: even_ours.sample(rng.uniform(keys[i], "timestep")), nothing)
+    plain, fast = PlainUniform(STEPS), UniformSampler(STEPS)
+    yield f"UniformSampler {DRAWN}", lambda i: plain.sample(DRAWN), lambda i: fast.sample(uniforms[i]), nothing
+    yield (f"  with its uniform numbers {DRAWN}", lambda i: plain.sample(DRAWN),
+           lambda i: fast.sample(rng.uniform(keys[i], "timestep")), nothing)
     for total in (1000, 4000):
         yield from warm(total, uniforms)
 
 
-def warm(total: int, uniforms: list[Tensor]) -> Iterator[tuple[str, Work, Work, Work]]:
+def warm(total: int, uniforms: list[Tensor]) -> Iterator[Line]:
     """The loss-aware sampler at `total` timesteps, its history full."""
-    plain, ours = PlainLossAware(total), LossSecondMomentSampler(total)
+    plain, fast = PlainLossAware(total), LossSecondMomentSampler(total)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(ours.history_per_term):
+    for _ in range(fast.history_per_term):
         losses = torch.rand(total, generator=generator) + 0.1
         plain.observe(torch.arange(total), losses)
-        ours.observe(torch.arange(total), losses)
-    t = [ours.sample(numbers)[0] for numbers in uniforms]
-    seen = [torch.rand(DRAWN, generator=generator) + 0.1 for _ in uniforms]
-
-    def learn(i: int) -> None:
-        ours.observe(t[i], seen[i])
-
+        fast.observe(torch.arange(total), losses)
+    t = [fast.sample(numbers)[0] for numbers in uniforms]
+    observed = [torch.rand(DRAWN, generator=generator) + 0.1 for _ in uniforms]
+    update = lambda i: fast.observe(t[i], observed[i])
     name = f"{DRAWN} of {total}"
-    yield f"LossSecondMoment observe {name}", lambda i: plain.observe(t[i], seen[i]), learn, nothing
-    yield f"  sample after an update {name}", lambda i: plain.sample(DRAWN), lambda i: ours.sample(uniforms[i]), learn
-    yield f"  sample again {name}", lambda i: plain.sample(DRAWN), lambda i: ours.sample(uniforms[i]), nothing
+    yield f"LossSecondMoment observe {name}", lambda i: plain.observe(t[i], observed[i]), update, nothing
+    yield f"  sample after an update {name}", lambda i: plain.sample(DRAWN), lambda i: fast.sample(uniforms[i]), update
+    yield f"  sample again {name}", lambda i: plain.sample(DRAWN), lambda i: fast.sample(uniforms[i]), nothing
 
 
 class PlainUniform:
@@ -263,7 +251,7 @@ class PlainLossAware(PlainUniform):
         self.counts = np.zeros(num_timesteps, dtype=int)
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        for step, loss in zip([one.item() for one in t], [one.item() for one in losses]):
+        for step, loss in zip([step.item() for step in t], [loss.item() for loss in losses]):
             if self.counts[step] == self.history_per_term:
                 self.history[step, :-1] = self.history[step, 1:]
                 self.history[step, -1] = loss

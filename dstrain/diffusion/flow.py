@@ -43,7 +43,7 @@ class FlowMatching:
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Per-sample terms (B,): loss (with gradient) and mse, its detached value."""
-        x_t = torch.lerp(x_start, noise, _column(t, x_start))
+        x_t = torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
         mse = mean_flat((self.velocity(network, x_t, t) - (noise - x_start)).square())
         return {"loss": mse, "mse": mse.detach()}
 
@@ -69,7 +69,3 @@ class FlowMatching:
             second = self.velocity(network, x + length * first, grid[step + 1].expand(len(x)))
             x = x + length * (first + second) / 2
         return x
-
-
-def _column(t: Tensor, x: Tensor) -> Tensor:
-    return t.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))

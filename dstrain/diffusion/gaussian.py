@@ -50,10 +50,10 @@ class GaussianDiffusion:
     def __init__(self, betas: Tensor, *, prediction: str = "eps", variance: str = "learned_range", loss: str = "mse",
                  timestep_map: Sequence[int] | None = None, original_steps: int | None = None,
                  rescale_timesteps: bool = False) -> None:
-        for key, value, known in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
-                                  ("loss", loss, LOSSES)):
-            if value not in known:
-                raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(known)}")
+        for key, value, choices in (("prediction", prediction, PREDICTIONS), ("variance", variance, VARIANCES),
+                                    ("loss", loss, LOSSES)):
+            if value not in choices:
+                raise ConfigError(f"{key}: {value!r} is unknown; one of {', '.join(choices)}")
         if prediction == "eps" and betas[-1] == 1:
             raise ConfigError("prediction: eps tells nothing of x_start at the last timestep, where this schedule "
                               "leaves only noise; take prediction v, another schedule, or another number of steps")
@@ -258,18 +258,14 @@ class GaussianDiffusion:
 
     def _at(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
         """Columns `names` at the timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
-        rows = self._table(x).index_select(0, t)                                                  # (B, K, 1, ...)
-        return [rows.select(1, self._column[name]) for name in names]
-
-    def _table(self, x: Tensor) -> Tensor:
-        """All columns, shaped so that they broadcast along x: (T, K, 1, ...)."""
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
         key = (x.device, dtype, x.ndim)
         if key not in self._stacked:
             with torch.inference_mode(False):
-                rows = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)
-                self._stacked[key] = rows.view(*rows.shape, *(1 for _ in x.shape[1:]))
-        return self._stacked[key]
+                table = torch.stack(list(self.tables.values()), dim=1).to(x.device, dtype)        # (T, K)
+                self._stacked[key] = table.view(*table.shape, *(1 for _ in x.shape[1:]))
+        rows = self._stacked[key].index_select(0, t)                                              # (B, K, 1, ...)
+        return [rows.select(1, self._column[name]) for name in names]
 
 
 def _tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:

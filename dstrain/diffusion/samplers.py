@@ -45,6 +45,10 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
     return x
 
 
+# By name, as calls with the same arguments (diffusion, network, x, noise, ...). DDIM with its eta of 0 draws no noise.
+SAMPLERS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
+
+
 @torch.no_grad()
 def encode_ddim(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, clip_denoised: bool = False,
                 progress: Progress = iter) -> Tensor:

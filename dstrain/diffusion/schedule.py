@@ -21,7 +21,6 @@ from dstrain.recipe import ConfigError
 
 SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmup50", "const", "jsd", "quadratic",
              "sigmoid")
-
 BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
 
 
@@ -33,39 +32,32 @@ def betas(name: str, num_timesteps: int) -> Tensor:
     """
     if num_timesteps < 1:
         raise ConfigError(f"num_steps: {num_timesteps} is not a number of timesteps; give 1 or more")
-    scale = 1000 / num_timesteps
-    if name == "linear":
-        table = _line(scale * BETA_START, scale * BETA_END, num_timesteps)
-    elif name == "quadratic":                     # quad, scaled
-        table = scale * _line(BETA_START ** 0.5, BETA_END ** 0.5, num_timesteps) ** 2
-    elif name == "sigmoid":                       # from -6 to 6: neither end is quite reached
-        table = scale * (BETA_START + (BETA_END - BETA_START) * _line(-6, 6, num_timesteps).sigmoid())
-    elif name in ("cosine", "squaredcos_cap_v2"):
-        table = _cosine(num_timesteps)
-    elif name == "quad":
-        table = _line(BETA_START ** 0.5, BETA_END ** 0.5, num_timesteps) ** 2
-    elif name in ("warmup10", "warmup50"):
-        table = _warmup(num_timesteps, int(name.removeprefix("warmup")) / 100)
-    elif name == "const":
-        table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
-    elif name == "jsd":                           # 1/T, 1/(T-1), ..., 1
-        table = 1 / _line(num_timesteps, 1, num_timesteps)
-    else:
+    if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
+    line = lambda start, end: torch.linspace(start, end, num_timesteps, dtype=torch.float64)
+    scale, quad = 1000 / num_timesteps, line(BETA_START ** 0.5, BETA_END ** 0.5) ** 2
+    table = {
+        "linear": line(scale * BETA_START, scale * BETA_END),
+        "cosine": _cosine(num_timesteps),
+        "squaredcos_cap_v2": _cosine(num_timesteps),
+        "quad": quad,
+        "warmup10": _warmup(num_timesteps, 0.1),
+        "warmup50": _warmup(num_timesteps, 0.5),
+        "const": line(BETA_END, BETA_END),
+        "jsd": 1 / line(num_timesteps, 1),                                # 1/T, 1/(T-1), ..., 1
+        "quadratic": scale * quad,
+        "sigmoid": scale * (BETA_START + (BETA_END - BETA_START) * line(-6, 6).sigmoid()),    # the ends are not reached
+    }[name]
     if not bool(((table > 0) & (table <= 1)).all()):
         raise ConfigError(f"schedule: {name!r} over {num_timesteps} steps leaves (0, 1]: its largest beta is "
                           f"{float(table.max()):.3g}; take more steps or the cosine schedule")
     return table
 
 
-def _line(start: float, end: float, count: int) -> Tensor:
-    return torch.linspace(start, end, count, dtype=torch.float64)
-
-
 def _warmup(num_timesteps: int, fraction: float) -> Tensor:
     table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
     length = max(int(num_timesteps * fraction), 1)
-    table[:length] = _line(BETA_START, BETA_END, length)
+    table[:length] = torch.linspace(BETA_START, BETA_END, length, dtype=torch.float64)
     return table
 
 

@@ -11,36 +11,33 @@ from torch import Tensor
 
 from dstrain.recipe import ConfigError
 
-
 Array = np.ndarray | Tensor
 
 
 class TimestepSampler(ABC):
-    """A distribution over timesteps, sampled by each sample's own uniform number.
-
-    sample(uniforms)    uniforms float32 (B,) in [0, 1), one by each sample's key -> t int64 (B,), weight float32 (B,).
-                        t is the inverse of the cumulative distribution at the uniform number: a function of it and of
-                        the state alone, never of batch, rank or device. The mean of weight * loss is the mean loss
-                        over all timesteps. Everything stays on the uniforms' device, and the host never waits for it.
-    observe(t, losses)  timesteps and unweighted losses since the last call, (N,) each, of ALL ranks and micro-batches
-                        of the step, ordered by position in the global batch. The caller gathers (t, loss, position)
-                        and sorts; the sampler knows no rank. Equal arguments on all ranks leave equal states, however
-                        unevenly the batch was split. Entries with t < 0 are padding. Losses that are not finite are
-                        ignored, too: they would stay in the history until they are overwritten.
-    state_dict()        tensors that a checkpoint keeps; empty where nothing is learned.
-    """
+    """A distribution over timesteps, sampled by each sample's own uniform number."""
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
 
     @abstractmethod
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) in [0, 1) -> timesteps (B,) int64, weights (B,) float32."""
+        """Uniform numbers float32 (B,) in [0, 1), one of each sample's key -> timesteps int64 (B,), weights float32
+        (B,). The mean of weight * loss is the mean loss over all timesteps.
+
+        A timestep is the inverse of the cumulative distribution at its uniform number: a function of it and of the
+        state alone, never of batch, rank or device. The host never waits for the device.
+        """
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Learns from losses at timesteps, (N,) each, ordered by position in the global batch."""
+        """Learns from unweighted losses at timesteps, (N,) each: those of all ranks and micro-batches of a step, in the
+        order of the global batch. Equal arguments on all ranks leave equal states, however the batch was split.
+
+        Entries with t < 0 are padding. Losses that are not finite are ignored: they would stay in the history.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint keeps; {} where nothing is learned."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -80,28 +77,22 @@ class LossSecondMomentSampler(TimestepSampler):
         """p(t), float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 
-    def _state(self) -> tuple[Array, Array]:
-        """The history, and the number of losses seen by timestep: numpy's arrays on the CPU, where they are faster."""
-        if _on_host(self._history):
-            return self._history.numpy(), self._seen.numpy()
-        return self._history, self._seen
-
-    def _probabilities(self, history: Array, seen: Array) -> Array:
+    def _refresh(self) -> None:
+        """Probabilities from the history; on the CPU by numpy, which is faster there."""
+        on_host, history, seen = _on_host(self._history), self._history, self._seen
+        if on_host:
+            history, seen = history.numpy(), seen.numpy()
         weights = (history * history).sum(0)[:-1] ** 0.5                  # the root mean square, times a constant
         total = weights.sum()
         ready = (seen[:-1].min() >= self.history_per_term) & (total > 0)  # 0 or 1, never read by the host
         learned = ready * (1 - self.uniform_prob) / (total + ~ready)
-        even = (ready * self.uniform_prob + ~ready) / self.num_timesteps
-        return weights * learned + even
-
-    def _refresh(self) -> None:
-        self._p = self._probabilities(*self._state())
-        if isinstance(self._p, np.ndarray):
+        self._p: Array = weights * learned + (ready * self.uniform_prob + ~ready) / self.num_timesteps
+        if on_host:
             cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as fast as numpy's
         else:                                     # in integers: a GPU scans floats in no fixed order
             cumulative = (self._p * 2.0 ** 52).long().cumsum(dim=0).double() * 2.0 ** -52
         cumulative[-1] = torch.inf                                        # rounding may leave the last one below 1
-        self._cumulative: Array = cumulative.numpy() if isinstance(self._p, np.ndarray) else cumulative
+        self._cumulative: Array = cumulative.numpy() if on_host else cumulative
         self._guide: np.ndarray | None = None                             # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +132,8 @@ class LossSecondMomentSampler(TimestepSampler):
         valid = (t >= 0) & np.isfinite(losses)
         if not valid.all():
             t, losses = t[valid], losses[valid]
-        order = _stable_order(t, self.num_timesteps)                      # equal timesteps keep their order
+        # Equal timesteps keep their order. Short integers are sorted by radix, which is faster.
+        order = np.argsort(t.astype(np.int16) if self.num_timesteps <= 2 ** 15 else t, kind="stable")
         t, losses = t[order], losses[order]
         counts = np.bincount(t, minlength=self.num_timesteps + 1)
         following = counts.cumsum()                                       # where the next timestep's losses begin
@@ -190,8 +182,3 @@ class LossSecondMomentSampler(TimestepSampler):
 
 def _on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
-
-
-def _stable_order(t: np.ndarray, end: int) -> np.ndarray:
-    """Indices that sort t, all below `end`, and keep the order of equal entries: (N,) -> (N,)."""
-    return np.argsort(t.astype(np.int16) if end <= 2 ** 15 else t, kind="stable")       # short ones by radix

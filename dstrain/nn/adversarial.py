@@ -25,6 +25,7 @@ class PatchDiscriminator(nn.Module):
     The published network normalizes by BatchNorm. Its statistics would make a sample's loss depend on the other samples
     of its rank, so that the same global batch would train differently on two ranks than on one, and its running
     averages would differ by rank; synchronized, they would still differ by micro-batch. GroupNorm sees single samples.
+    Its groups have about 16 channels, since a channel that is normalized alone would lose its mean and contrast.
     """
 
     def __init__(self, channels: int = 3, base_channels: int = 64, n_layers: int = 3) -> None:
@@ -33,8 +34,8 @@ class PatchDiscriminator(nn.Module):
         for number in range(1, n_layers + 1):
             before, after = (base_channels * min(2 ** power, 8) for power in (number - 1, number))
             stride = 2 if number < n_layers else 1
-            layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(_groups(after), after),
-                       nn.LeakyReLU(_LEAK)]
+            groups = math.gcd(after, max(after // 16, 1))
+            layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(groups, after), nn.LeakyReLU(_LEAK)]
         self.main = nn.Sequential(*layers, Filter(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,11 +71,6 @@ class Filter(nn.Conv2d):
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-
-
-def _groups(channels: int) -> int:
-    """How many groups of about 16 channels: normalized alone, a channel would lose its mean and contrast."""
-    return math.gcd(channels, max(channels // 16, 1))
 
 
 def least_size(n_layers: int) -> int:

@@ -4,13 +4,15 @@ Only names and shapes are read, so a network on the meta device is enough. `shap
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 
+Fitted = tuple[dict[str, Tensor], list[str]]      # a state dict as a network takes it, and notes for the user
 Shapes = dict[str, tuple[int, ...]]
 Remedies = Sequence[tuple[str, str]]              # pattern of a weight's name -> the recipe's fields that decide it
 
@@ -25,11 +27,11 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
     The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
     for name in order:
-        needed = shapes.get(name, "absent")
-        held = tuple(state[name].shape) if name in state else "absent"
-        if held != needed:
+        in_file = tuple(state[name].shape) if name in state else "absent"
+        in_network = shapes.get(name, "absent")
+        if in_file != in_network:
             fields = next(fields for pattern, fields in remedies if re.search(pattern, name))
-            raise ConfigError(f"weights: {name} is {held} in the file and {needed} in the network; "
+            raise ConfigError(f"weights: {name} is {in_file} in the file and {in_network} in the network; "
                               f"set {fields} to those the file was made with")
 
 
@@ -38,20 +40,45 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def differs_in_rows(state: dict[str, Tensor], shapes: Shapes, name: str) -> bool:
-    """Whether the table `name` differs from the network's in its number of rows alone."""
-    return (name in state and name in shapes and tuple(state[name].shape[1:]) == shapes[name][1:]
-            and len(state[name]) != shapes[name][0])
+def refill(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
+    """Replaces a table that has another number of rows than the network's, and the same width, by fresh rows.
 
-
-def fresh_rows(table: Tensor, shape: tuple[int, ...], std: float) -> Tensor:
-    """A new table of `shape`, normal with deviation `std`, in the precision of `table`; the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    return (std * torch.randn(shape, generator=generator)).to(table.dtype)
+    They are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays the
+    file's. Returns the note on it, [] where nothing is replaced.
+    """
+    if name not in state or name not in shapes:
+        return []
+    table, shape = state[name], shapes[name]
+    if tuple(table.shape[1:]) != shape[1:] or len(table) == shape[0]:
+        return []
+    fresh = (std * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(table.dtype)
+    if keep_last:
+        fresh[-1] = table[-1]
+    state[name] = fresh
+    return [f"{name}: {len(table)} rows in the file, {shape[0]} in the network; replaced by fresh rows"
+            + (", the last (no label) kept" if keep_last else "")]
 
 
 def unused(names: Iterable[str]) -> list[str]:
     """A note on weights of a folder that the network has no place for, [] where there are none."""
     names = sorted(names)
-    return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"
-            ] if names else []
+    if not names:
+        return []
+    return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"]
+
+
+def require_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], system: str, expected: dict[str, Any],
+                   fields: Mapping[str, str]) -> None:
+    """ConfigError: a config.json of diffusers is of none of the classes, or the first of its fields that differs from
+    `expected`. `fields` are those of the recipe that decide a field of config.json.
+    """
+    kind = diffusers_config.get("_class_name")
+    if kind not in classes:
+        raise ConfigError(f"weights: config.json is of class {kind}, system {system} takes a {classes[0]}, or a "
+                          "pipeline that holds one")
+    for name, value in expected.items():
+        loaded = diffusers_config.get(name)
+        if (tuple(loaded) if isinstance(loaded, list) else loaded) != value:
+            remedy = (f"model.{fields[name]}; set it to what the file was made with" if name in fields else
+                      "this network, which has no other")
+            raise ConfigError(f"weights: {name} is {loaded} in config.json, and {value} by {remedy}")

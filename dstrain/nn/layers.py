@@ -6,6 +6,7 @@ initialization as an argument of its constructor (`init=`).
 """
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import torch
@@ -24,7 +25,14 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        initialize(self.weight, self.init)
+        if self.init == "xavier":
+            nn.init.xavier_uniform_(self.weight)
+        elif self.init == "normal":
+            nn.init.normal_(self.weight, std=0.02)
+        elif self.init == "zero":
+            nn.init.zeros_(self.weight)
+        else:
+            raise ConfigError(f"init: {self.init!r} is unknown; one of xavier, normal, zero")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -55,16 +63,9 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def initialize(weight: Tensor, init: str) -> None:
-    """Fills a matrix in place by the name of its initialization."""
-    if init == "xavier":
-        nn.init.xavier_uniform_(weight)
-    elif init == "normal":
-        nn.init.normal_(weight, std=0.02)
-    elif init == "zero":
-        nn.init.zeros_(weight)
-    else:
-        raise ConfigError(f"init: {init!r} is unknown; one of xavier, normal, zero")
+def named(**layers: nn.Module) -> nn.Sequential:
+    """The layers one after the other, under the names that they have in published files."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 class SelfAttention(nn.Module):

@@ -60,11 +60,12 @@ class LookupFree(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """(B, ..., dim), and the weight of each token in the terms, (B, ...)."""
         z = wide(self.project_in(x))                                                              # (B, ..., d)
-        code = signs(z)
+        code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)                                          # the sign of 0 is -1
         through = z + (code - z).detach()
         commitment = weighted((z - code).square().mean(-1), weight)
         logits = (4 * self.inv_temperature * z).flatten(1, -2)                                    # (B, N, d)
-        entropy = weighted(_binary_entropy(logits).sum(-1), weight.flatten(1))
+        of_bits = F.softplus(logits) - logits * logits.sigmoid()          # entropies, from logits of a bit's being set
+        entropy = weighted(of_bits.sum(-1), weight.flatten(1))
         return Quantized(self.project_out(through.to(x.dtype)), tokens_of(code), commitment,
                          torch.zeros_like(commitment), entropy, shares_of(logits, weight.flatten(1)))
 
@@ -113,12 +114,10 @@ class UnitCodebook(nn.Embedding):
     def forward(self, vectors_or_tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens = vectors_or_tokens
         if tokens.is_floating_point():
-            z = vectors_or_tokens
             with torch.no_grad():
                 table = F.normalize(wide(self.weight), dim=-1)
-                rows = max(_CELLS // len(table), 1)
-                near = [(part @ table.T).argmax(-1) for part in z.flatten(0, -2).split(rows)]
-                tokens = torch.cat(near).view(z.shape[:-1])
+                parts = vectors_or_tokens.flatten(0, -2).split(max(_CELLS // len(table), 1))
+                tokens = torch.cat([(part @ table.T).argmax(-1) for part in parts]).view(vectors_or_tokens.shape[:-1])
         return tokens, F.normalize(wide(F.embedding(tokens, self.weight)), dim=-1)
 
 
@@ -157,11 +156,6 @@ def groups(bits: int) -> list[int]:
     return [bits // count + (number < bits % count) for number in range(count)]
 
 
-def signs(z: Tensor) -> Tensor:
-    """-1 or 1; the sign of 0 is -1."""
-    return torch.where(z > 0, 1.0, -1.0).to(z.dtype)
-
-
 def tokens_of(z: Tensor) -> Tensor:
     """The binary code of the signs of z, highest bit first: (..., d) -> int64 (...)."""
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
@@ -188,9 +182,4 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
     """Weighted means by sample: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)
-
-
-def _binary_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of a bit, from the logit of its being set."""
-    return F.softplus(logits) - logits * logits.sigmoid()
 

@@ -41,10 +41,12 @@ def relax(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> 
         return (noisy / temperature).softmax(1)
     hard = torch.zeros_like(logits).scatter_(1, noisy.argmax(1, keepdim=True), 1.0)
     if sampling == "straight_through":
-        return _with_gradient_of(hard, (noisy / temperature).softmax(1))
-    if sampling == "reinmax":
-        return _with_gradient_of(hard, _reinmax(logits, hard, temperature))
-    raise ConfigError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
+        smooth = (noisy / temperature).softmax(1)
+    elif sampling == "reinmax":
+        smooth = _reinmax(logits, hard, temperature)
+    else:
+        raise ConfigError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
+    return hard + (smooth - smooth.detach())                              # the value of hard, the gradient of smooth
 
 
 def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
@@ -58,10 +60,6 @@ def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
     with_jacobian_of = lambda p: p * (logits - (p * logits).sum(1, keepdim=True))
     return 2 * with_jacobian_of(halfway) - with_jacobian_of(pi) / 2
-
-
-def _with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
-    return value + (source - source.detach())
 
 
 def kl_to_uniform(logits: Tensor) -> Tensor:

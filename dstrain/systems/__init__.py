@@ -60,19 +60,19 @@ def package(name: str) -> ModuleType:
     if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
         return importlib.import_module(f"{__name__}.{name}")
     if (point := _entry_points().get(name)) is not None:
-        package = point.load()
+        module = point.load()
     elif _can_be_imported(name):
-        package = importlib.import_module(name)
+        module = importlib.import_module(name)
     else:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package that Python finds "
                           f"(PYTHONPATH){hint}")
-    missing = [word for word in ("Config", "build") if not hasattr(package, word)]
+    missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
         raise ConfigError(f"system: the package {name!r} has no {' and no '.join(missing)}, see "
                           "dstrain/systems/base.py; name one that holds a system")
-    return package
+    return module
 
 
 def _can_be_imported(name: str) -> bool:

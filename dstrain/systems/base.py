@@ -6,15 +6,15 @@ never how it is sharded, so it knows no rank, no engine and no file. A system is
     Config          a SystemConfig: the `model` section of a recipe, a documented field for each choice
     build(config)   the System of a config
 
-It is found by being there: a folder in dstrain/systems/ with a system.py, a package of your own that the recipe names
-(`system: my_lab.edm`), or an entry point of the group `dstrain.systems`. All commands of launch/ then do for it what
-they do for the others. tests/newcomer/ holds two whole systems of about a hundred lines each.
+Nothing has to be registered. A system is a folder in dstrain/systems/ with a system.py, a package of your own that the
+recipe names (`system: my_lab.edm`), or an entry point of the group `dstrain.systems`. All commands of launch/ then work
+with it as with every system. tests/newcomer/ holds two whole systems of about a hundred lines each.
 
 A *part* is a network with an optimizer of its own. A *turn* is the moment within a step at which a part learns.
 
 What sharding asks of a system:
-- It touches weights only by calling networks, since under ZeRO-3 they are not there otherwise. `nets` maps a part to a
-  DeepSpeed engine, or to a bare module where samples are drawn.
+- It touches weights only by calling networks: under ZeRO-3 they are gathered for the call alone. `nets` maps a part to
+  a DeepSpeed engine, or to a bare module where samples are drawn.
 - It draws all randomness from `example["key"]`, by dstrain.rng. So noise belongs to a sample and not to a rank.
 - A loss is a mean over samples. No term of a sample depends on another sample.
 - Constructors may set weights in any way, those of their children too (`nn.init.zeros_(self.out.weight)`,

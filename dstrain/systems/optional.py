@@ -54,13 +54,13 @@ class Stateful:
 
 
 class Prompted:
-    """Samples that begin from texts, or from pictures or frames that are given."""
+    """Samples that begin from texts, pictures or frames."""
 
     starts_from_data: bool = False                # whether samples or `pictures` need data: reconstruction, upsampling
 
     @property
     def takes_texts(self) -> bool:
-        """Whether there are conditions of texts."""
+        """Whether samples can begin from texts."""
         return type(self).conditions_from_texts is not Prompted.conditions_from_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class Prompted:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether there are conditions of pictures or frames."""
+        """Whether samples can begin from pictures or frames."""
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
@@ -84,14 +84,14 @@ class Prompted:
 class Videos:
     """Samples that are videos."""
 
-    num_frames: int | None = None                 # of the longest clip, which `sample` draws unasked; None: no videos
+    num_frames: int | None = None                 # of the longest clip, the default of `sample`; None: no videos
     temporal_patch_size: int = 1                  # frames of a latent step: a clip has 1 + k * this
 
 
 class FirstStage:
     """A first stage: launch/encode.py caches its codes, other systems learn from them, and decode what they draw."""
 
-    encodes: bool = False                         # whether there are `codes`
+    encodes: bool = False                         # whether it has `codes`
     codebook_size: int | None = None              # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -124,10 +124,11 @@ class Imports:
         with torch.device("meta"):
             expected = self.networks()[part].state_dict()
         for name in [*expected, *state]:
-            here, in_file = (tuple(of[name].shape) if name in of else "absent" for of in (expected, state))
-            if here != in_file:
-                raise ConfigError(f"weights: {name} is {in_file} in the file and {here} in the network; set the model "
-                                  "section to what the file was made with")
+            in_network, in_file = (tuple(weights[name].shape) if name in weights else "absent"
+                                   for weights in (expected, state))
+            if in_network != in_file:
+                raise ConfigError(f"weights: {name} is {in_file} in the file and {in_network} in the network; set the "
+                                  "model section to what the file was made with")
         return dict(state), []
 
     def from_diffusers(self, state: dict[str, Tensor],

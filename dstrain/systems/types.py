@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-# What there is to learn from. Latents are of images.
+# Kinds of data that a system can learn from. Latents are those of images.
 Kind = Literal["images", "clips", "latents", "image_tokens", "clip_tokens", "pairs"]
 
 Batch = dict[str, Tensor]     # from data, on the device: image uint8 (B, C, H, W), label int64 (B,), ..., and of each

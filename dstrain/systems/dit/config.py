@@ -11,22 +11,22 @@ from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fix
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.network import SIZES
 
-SAMPLERS = {"diffusion": ("ddpm", "ddim"), "flow": ("euler", "heun")}      # by objective
+_SHAPE = ("patch_size", "hidden_size", "depth", "num_heads")
 
 
 class FirstStage(Section):
     path: str
     """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/), or its name on the Hugging Face hub."""
     scaling_factor: Annotated[float | None, filled_in()] = Field(None, gt=0)
-    """Latents are multiplied by it; None takes the autoencoder's own, and writes a folder's down."""
+    """Latents are multiplied by it. None takes the autoencoder's own; that of a folder is written into the run."""
     shift: Annotated[float | None, filled_in()] = None
-    """Subtracted before that; None as above."""
+    """Subtracted from latents before they are scaled; None as for scaling_factor."""
     fingerprint: Annotated[str | None, filled_in("put the earlier autoencoder back at model.first_stage.path")] = None
-    """The only autoencoder that is taken, see its fingerprint(); None takes any, and writes a folder's down."""
+    """Fingerprint of the only autoencoder to accept. None accepts any; that of a folder is written into the run."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
     image_channels: int | None = Field(None, ge=1)
-    """Channels of its images, filled in from data.channels; None takes what it has."""
+    """Channels of its images, filled in from data.channels; None takes the autoencoder's."""
 
 
 class Codes(Section):
@@ -35,7 +35,7 @@ class Codes(Section):
     scaling_factor: float = Field(gt=0)
     """1 / their standard deviation; without first_stage they are multiplied by it."""
     first_stage: str
-    """Fingerprint of the autoencoder that they are of."""
+    """Fingerprint of the autoencoder that made them."""
 
 
 class Diffusion(Section):
@@ -86,7 +86,7 @@ class Config(SystemConfig):
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
     """Share of training samples without label; 0 leaves out the null row, and with it guidance."""
     learn_sigma: bool = True
-    """Whether the network also predicts variances (twice the output channels)."""
+    """Whether the network also predicts variances, by twice as many output channels."""
     objective: Literal["diffusion", "flow"] = "diffusion"
     """Discrete-time diffusion, or flow matching (with learn_sigma its second half of channels is unused)."""
     diffusion: Diffusion = Diffusion()
@@ -106,23 +106,22 @@ class Config(SystemConfig):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        by_hand = {name: getattr(self, name) for name in ("patch_size", "hidden_size", "depth", "num_heads")}
-        given = [name for name, value in by_hand.items() if value is not None]
-        if self.size is not None and given:
-            raise ConfigError(f"size {self.size} sets {', '.join(given)} too; give either size or these")
-        if self.size is None and len(given) < len(by_hand):
-            missing = ", ".join(name for name in by_hand if name not in given)
+        by_hand = [name for name in _SHAPE if getattr(self, name) is not None]
+        if self.size is not None and by_hand:
+            raise ConfigError(f"size {self.size} sets {', '.join(by_hand)} too; give either size or these")
+        if self.size is None and len(by_hand) < len(_SHAPE):
+            missing = ", ".join(name for name in _SHAPE if name not in by_hand)
             raise ConfigError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
-        factor = self.first_stage.factor if self.first_stage else 1
-        patch = self.network_shape()["patch_size"]
+        shape, factor = self.network_shape(), self.first_stage.factor if self.first_stage else 1
+        patch = shape["patch_size"]
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
             raise ConfigError(f"image_size {self.image_size} is no multiple of {factor * patch} (patch_size x "
                               "first_stage.factor)")
         if self.codes is not None:
             self._check_codes(patch)
-        if self.network_shape()["hidden_size"] % self.network_shape()["num_heads"]:
+        if shape["hidden_size"] % shape["num_heads"]:
             raise ConfigError("hidden_size must be a multiple of num_heads")
-        if self.network_shape()["hidden_size"] % 4:
+        if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
@@ -144,24 +143,24 @@ class Config(SystemConfig):
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size, channels, and the latents that they hold."""
-        said: dict[str, Any] = {"image_size": run.data.image_size}
-        stage, codes = model.get("first_stage"), run.data.codes
-        if not stage:
-            said["in_channels"] = run.data.channels
-        if isinstance(stage, dict):
-            stage = {"image_channels": run.data.channels, **stage}
-            # Else another export to the same path would move the latents of a run that goes on.
-            if isinstance(stage.get("path"), str) and Path(stage["path"]).is_dir():
-                own = autoencoder.Autoencoder(stage["path"])
-                stage |= {name: value for name, value in own.facts().items() if stage.get(name) is None}
-        # Always the index's: a written-down section may be of another cache.
-        ready = {"codes": None}
-        if codes is not None and codes.kind == "latents":
-            ready = {"codes": {name: getattr(codes, name) for name in ("shape", "scaling_factor", "first_stage")}}
-            said["in_channels"] = codes.shape[0]
-            if isinstance(stage, dict):
-                stage = {"factor": max(run.data.image_size // codes.shape[1], 1), **stage}
-        return {**said, **model, **ready, **({"first_stage": stage} if stage else {})}
+        from_data: dict[str, Any] = {"image_size": run.data.image_size}
+        first_stage, index, codes = model.get("first_stage"), run.data.codes, None
+        if not first_stage:
+            from_data["in_channels"] = run.data.channels
+        if isinstance(first_stage, dict):
+            first_stage = {"image_channels": run.data.channels, **first_stage}
+            path = first_stage.get("path")
+            # Without these facts another export to the same path would change the latents of a run that goes on.
+            if isinstance(path, str) and Path(path).is_dir():
+                facts = autoencoder.Autoencoder(path).facts()
+                first_stage |= {name: value for name, value in facts.items() if first_stage.get(name) is None}
+        if index is not None and index.kind == "latents":
+            codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
+            from_data["in_channels"] = index.shape[0]
+            if isinstance(first_stage, dict):
+                first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
+        # The section's own codes are replaced: they may be those of another cache.
+        return {**from_data, **model, "codes": codes, **({"first_stage": first_stage} if first_stage else {})}
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
@@ -184,19 +183,18 @@ class Config(SystemConfig):
         return self.num_classes
 
     def network_shape(self) -> dict[str, int]:
-        if self.size is not None:
-            return SIZES[self.size]
-        return {name: getattr(self, name) for name in ("patch_size", "hidden_size", "depth", "num_heads")}
+        """patch_size, hidden_size, depth and num_heads, whichever way they are given."""
+        return self.model_dump(include=set(_SHAPE)) if self.size is None else SIZES[self.size]
 
     @property
     def input_size(self) -> int:
         """Side of the network's input."""
-        if self.first_stage is None and self.codes is not None:
-            return self.codes.shape[1]
-        return self.image_size // (self.first_stage.factor if self.first_stage else 1)
+        if self.first_stage is None:
+            return self.image_size if self.codes is None else self.codes.shape[1]
+        return self.image_size // self.first_stage.factor
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of DiT."""
-        same = ("in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
-                "recompute")
-        return {"input_size": self.input_size, **self.network_shape(), **{name: getattr(self, name) for name in same}}
+        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
+                  "recompute"}
+        return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dstrain.nn.layers import Embedding, Linear, Mlp, Patches, SelfAttention, sincos_positions, timestep_features
+from dstrain.nn.layers import (Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions,
+                               timestep_features)
 from dstrain.recipe import ConfigError
 
 TIME_FEATURES = 256                               # number of sinusoids of a timestep
@@ -44,7 +45,7 @@ class DiT(nn.Module):
         self.recompute = recompute
         self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
-        self.y_embedder = LabelEmbedder(num_classes + (class_dropout_prob > 0), hidden_size)
+        self.y_embedder = named(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         # .float(), since zero.Init would create it in the compute dtype.
@@ -53,9 +54,8 @@ class DiT(nn.Module):
 
     def reset_parameters(self) -> None:
         """Positions only: all weights belong to submodules."""
-        positions = sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid)
         with torch.no_grad():
-            self.pos_embed.copy_(positions)
+            self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         x = self.x_embedder(x)                                                                    # (B, N, D)
@@ -131,17 +131,6 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         features = timestep_features(t, TIME_FEATURES, shift=self.shift)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
-
-
-class LabelEmbedder(nn.Module):
-    """(B,) int64 -> (B, D)."""
-
-    def __init__(self, rows: int, dim: int) -> None:
-        super().__init__()
-        self.embedding_table = Embedding(rows, dim)
-
-    def forward(self, y: Tensor) -> Tensor:
-        return self.embedding_table(y)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

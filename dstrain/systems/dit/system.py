@@ -17,11 +17,12 @@ from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
+from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
-from dstrain.systems.dit.config import Config, SAMPLERS
+from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, DiTBlock
 
 
@@ -33,16 +34,17 @@ class DiTSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), SAMPLERS[config.objective]
+        self.averaged = ("denoiser",)
+        self.samplers = ("euler", "heun") if config.objective == "flow" else tuple(samplers.SAMPLERS)
         self.shape = (config.in_channels, config.input_size, config.input_size)
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
         if config.objective == "diffusion":
-            chosen = config.diffusion
+            section = config.diffusion
             self.diffusion = GaussianDiffusion(
-                schedule.betas(chosen.schedule, chosen.num_steps), prediction=chosen.prediction, loss=chosen.loss,
-                variance="learned_range" if config.learn_sigma else chosen.fixed_variance)
-            self.timesteps = UniformSampler(chosen.num_steps)
+                schedule.betas(section.schedule, section.num_steps), prediction=section.prediction, loss=section.loss,
+                variance="learned_range" if config.learn_sigma else section.fixed_variance)
+            self.timesteps = UniformSampler(section.num_steps)
         else:
             self.flow = FlowMatching(**config.flow.model_dump())
 
@@ -57,7 +59,9 @@ class DiTSystem(System):
         inputs = ("image", "latent_mean", "latent_std")
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         if "latent_mean" in batch:
-            example["x_start"] = self._latents(batch["latent_mean"], batch["latent_std"], batch["key"])
+            moments = batch["latent_mean"], batch["latent_std"], batch["key"]
+            scale = self.config.codes.scaling_factor if self.config.codes else 1.0
+            example["x_start"] = self.first_stage.draw(*moments) if self.first_stage else draw(*moments, scale)
         elif self.config.codes:
             raise ConfigError("data: this model reads cached latents and holds no encoder, the data give images; "
                               "encode them with launch/encode.py and the same first stage")
@@ -66,11 +70,6 @@ class DiTSystem(System):
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
         require_shape(example["x_start"], self.shape, "in_channels")
         return example
-
-    def _latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        if self.first_stage:
-            return self.first_stage.draw(mean, std, key)
-        return draw(mean, std, key, self.config.codes.scaling_factor if self.config.codes else 1.0)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
@@ -134,12 +133,17 @@ class DiTSystem(System):
         keys = rng.keys_of_seeds(request.seeds)
         x = rng.normal(keys, "start", self.shape)
         network = self._guided(nets, request)
-        if self.config.objective == "flow":
-            x_start = self._flow(network, x, sampler, request.num_steps)
+        count = request.num_steps
+        if sampler == "euler":
+            x_start = self.flow.euler(network, x, count)
+        elif sampler == "heun":
+            x_start = self.flow.heun(network, x, max(count // 2, 1))             # two evaluations a step
         else:
-            x_start = self._chain(network, x, sampler, request.num_steps, keys)
-        pixels = self.first_stage.decode(x_start) if self.first_stage else x_start
-        return to_uint8(pixels)
+            spec = schedule.even_spec(self.diffusion.num_timesteps, count, strided=sampler == "ddim")
+            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+            x_start = samplers.SAMPLERS[sampler](self.diffusion.respaced(spec), network, x, noise,
+                                                 clip_denoised=self.models_pixels())
+        return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def _guided(self, nets: Nets, request: Request) -> Network:
         y = request.conditions.get("label", request.seeds % self.config.num_classes)
@@ -156,19 +160,6 @@ class DiTSystem(System):
                     "the folder of the one that encoded them")
         return None
 
-    def _chain(self, network: Network, x: Tensor, sampler: str, count: int, keys: Tensor) -> Tensor:
-        ddim, clip = sampler == "ddim", self.models_pixels()
-        chain = self.diffusion.respaced(schedule.even_spec(self.diffusion.num_timesteps, count, ddim))
-        if ddim:
-            return samplers.ddim(chain, network, x, clip_denoised=clip)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-        return samplers.ancestral(chain, network, x, noise, clip_denoised=clip)
-
-    def _flow(self, network: Network, x: Tensor, sampler: str, count: int) -> Tensor:
-        if sampler == "euler":
-            return self.flow.euler(network, x, count)
-        return self.flow.heun(network, x, max(count // 2, 1))                    # two evaluations a step
-
     def models_pixels(self) -> bool:
         """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
@@ -178,20 +169,19 @@ class DiTSystem(System):
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """label int64 (num,): `labels` in turn, or every class. ConfigError: a label that is no class."""
         classes = labels or tuple(range(self.config.num_classes))
-        wrong = [label for label in classes if not 0 <= label < self.config.num_classes]
-        if wrong:
-            raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
+        unknown = [label for label in classes if not 0 <= label < self.config.num_classes]
+        if unknown:
+            raise ConfigError(f"labels: {unknown} are not among the {self.config.num_classes} classes, 0 to "
                               f"{self.config.num_classes - 1}")
         return {"label": torch.tensor(classes).repeat(-(-num // len(classes)))[:num]}
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Positions and the class table may differ, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -202,8 +192,7 @@ class DiTSystem(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels."""
-        positions = torch.arange(batch_size)
-        batch = {"key": rng.keys(0, 0, positions)}
+        batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
         if not self.config.codes and (self.first_stage or self.models_pixels()):
             size = self.config.image_size
@@ -215,29 +204,25 @@ class DiTSystem(System):
         return batch
 
 
-def build(config: Config) -> DiTSystem:
-    """The system of a config. Raises ConfigError where its first stage cannot be loaded or does not fit."""
-    return DiTSystem(config)
-
-
 def _first_stage(config: Config) -> Autoencoder | None:
     if config.first_stage is None:
         return None
-    chosen, path = config.first_stage, config.first_stage.path
-    autoencoder = Autoencoder(path, chosen.scaling_factor, chosen.shift)
-    for name, configured, actual in (("first_stage.factor", chosen.factor, autoencoder.factor),
+    section, path = config.first_stage, config.first_stage.path
+    autoencoder = Autoencoder(path, section.scaling_factor, section.shift)
+    for name, configured, actual in (("first_stage.factor", section.factor, autoencoder.factor),
                                      ("in_channels", config.in_channels, autoencoder.channels),
-                                     ("data.channels", chosen.image_channels, autoencoder.image_channels)):
+                                     ("data.channels", section.image_channels, autoencoder.image_channels)):
         if configured not in (None, actual):
             raise ConfigError(f"{name}: {configured} in the recipe, {actual} in the autoencoder at {path}; set {name} "
                               f"to {actual}")
-    read = autoencoder.fingerprint() if config.codes is not None or chosen.fingerprint is not None else None
-    if chosen.fingerprint not in (None, read):
-        raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, this model was trained with "
-                          f"{chosen.fingerprint} (first_stage.fingerprint); put that one back there")
+    # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
+    hashed = autoencoder.fingerprint() if config.codes is not None or section.fingerprint is not None else None
+    if section.fingerprint not in (None, hashed):
+        raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "
+                          f"{section.fingerprint} (first_stage.fingerprint); put that one back there")
     if config.codes is not None:
-        if read != config.codes.first_stage:
-            raise ConfigError(f"first_stage.path: {path} is the autoencoder {read}, the latents in data.path are of "
+        if hashed != config.codes.first_stage:
+            raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
                               f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
         autoencoder.drop_encoder()
     return autoencoder

@@ -43,9 +43,9 @@ def about(system: DiTSystem) -> tuple[str, str, str]:
     """The class in diffusers, notes for its user, and Python code that loads it from OUT."""
     config, notes = system.config, []
     if not _is_pipeline(system):
-        why = ("diffusers' DiTPipeline knows no scheduler of flow matching" if config.objective == "flow" else
-               "there is no vae, which diffusers' DiTPipeline needs")
-        notes.append(f"{why}: transformer/ and scheduler/ are for a loop of your own; no label is number "
+        reason = ("diffusers' DiTPipeline knows no scheduler of flow matching" if config.objective == "flow" else
+                  "there is no vae, which diffusers' DiTPipeline needs")
+        notes.append(f"{reason}: transformer/ and scheduler/ are for a loop of your own; no label is number "
                      f"{config.num_classes}")
         if config.objective == "flow":
             notes.append("call scheduler.set_timesteps(sigmas=[1, 1 - 1/n, ..., 1/n]), else its last step is another")
@@ -82,8 +82,8 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
     config, network = system.config, nets["denoiser"]
     _require_expressible(system, network)
     rows = _NULL if _is_pipeline(system) else config.num_classes
-    state = weights.to_diffusers({name: value.float().cpu() for name, value in network.state_dict().items()}, rows,
-                                 bool(config.class_dropout_prob))
+    state = {name: value.float().cpu() for name, value in network.state_dict().items()}
+    state = weights.to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
     with torch.device("meta"):
         transformer = DiTTransformer2DModel(**weights.arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)
@@ -121,9 +121,9 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
     if config.class_dropout_prob:
         truth = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
         results["without label"] = relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
-    chain = _pipeline if _is_pipeline(system) else _flow if config.objective == "flow" else _ddim
-    few = slice(_IN_CHAIN)
-    return results | {"chain": relative_error(*chain(system, nets["denoiser"], exported, folder, x[few], y[few]))}
+    chain = _pipeline if _is_pipeline(system) else _loop
+    pair = chain(system, nets["denoiser"], exported, folder, x[:_IN_CHAIN], y[:_IN_CHAIN])
+    return results | {"chain": relative_error(*pair)}
 
 
 def _pipeline(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
@@ -134,61 +134,49 @@ def _pipeline(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path
 
     pipeline = DiTPipeline.from_pretrained(folder, transformer=exported, low_cpu_mem_usage=False).to(x.device)
     pipeline.set_progress_bar_config(disable=True)
-    steps, scale = even_steps(system.diffusion.num_timesteps), _scale(system)
-    generator = lambda: torch.Generator().manual_seed(0)
-    pictures = pipeline(y.tolist(), guidance_scale=scale, generator=generator(), num_inference_steps=steps,
+    steps, generator = even_steps(system.diffusion.num_timesteps), lambda: torch.Generator().manual_seed(0)
+    pictures = pipeline(y.tolist(), guidance_scale=_scale(system), generator=generator(), num_inference_steps=steps,
                         output_type="pt").images
     start = randn_tensor(tuple(x.shape), generator=generator(), device=x.device, dtype=x.dtype)
-    latents = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), _guided(system, network, y, scale), start)
+    latents = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), _guided(system, network, y), start)
     return pictures, (system.first_stage.decode(latents) / 2 + 0.5).clamp(0, 1)
 
 
-def _ddim(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
+def _loop(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
           y: Tensor) -> tuple[Tensor, Tensor]:
-    """What DDIM makes of x: diffusers' scheduler over the exported network, and the system's."""
-    from diffusers import DDIMScheduler
+    """What diffusers' scheduler makes of x over the exported network, and the system's sampler: DDIM, or Euler's."""
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    scheduler, scale = DDIMScheduler.from_pretrained(folder / "scheduler"), _scale(system)
-    steps = even_steps(system.diffusion.num_timesteps)
-    scheduler.set_timesteps(steps)
-    clip, predict = scheduler.config.clip_sample, _guided_exported(exported, y, scale)
-    x_t = x
+    own, predict = _guided(system, network, y), _guided_exported(exported, y, _scale(system))
+    if system.config.objective == "flow":
+        scheduler, options = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), {}
+        scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
+        expected = system.flow.euler(own, x, _FLOW_STEPS)
+    else:
+        scheduler = DDIMScheduler.from_pretrained(folder / "scheduler")
+        steps, clip = even_steps(system.diffusion.num_timesteps), scheduler.config.clip_sample
+        scheduler.set_timesteps(steps)
+        expected = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), own, x, clip_denoised=clip)
+        options = {"use_clipped_model_output": clip}
     for t in scheduler.timesteps:
-        x_t = scheduler.step(predict(x_t, t), t, x_t, use_clipped_model_output=clip).prev_sample
-    chain = system.diffusion.respaced(f"ddim{steps}")
-    return x_t, samplers.ddim(chain, _guided(system, network, y, scale), x, clip_denoised=clip)
+        x = scheduler.step(predict(x, t), t, x, **options).prev_sample
+    return x, expected
 
 
-def _flow(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
-          y: Tensor) -> tuple[Tensor, Tensor]:
-    """What Euler's method makes of x: diffusers' scheduler over the exported network, and the system's."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    scheduler, scale = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), _scale(system)
-    scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
-    x_t, predict = x, _guided_exported(exported, y, scale)
-    for t in scheduler.timesteps:
-        x_t = scheduler.step(predict(x_t, t), t, x_t).prev_sample
-    return x_t, system.flow.euler(_guided(system, network, y, scale), x, _FLOW_STEPS)
-
-
-def _guided(system: DiTSystem, network: DiT, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, scale)
+def _guided(system: DiTSystem, network: DiT, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, _scale(system))
 
 
 def _guided_exported(exported: nn.Module, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     """What a user of the transformer writes by hand: the guided prediction (B, C, H, W) at a scheduler's timestep."""
-    network = lambda x, t, y: exported(x, t, y).sample
     null = torch.full_like(y, exported.config.num_embeds_ada_norm)
-    whole = samplers.guided(network, {"y": y}, {"y": null}, scale)
-    return lambda x, t: at_boundary(whole(x, t.to(x.device).expand(len(x))))[:, :x.shape[1]]
+    guided = samplers.guided(lambda x, t, y: exported(x, t, y).sample, {"y": y}, {"y": null}, scale)
+    return lambda x, t: at_boundary(guided(x, t.to(x.device).expand(len(x))))[:, :x.shape[1]]
 
 
 def _scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
-
-# -------------------------------------------------------------------------------------------------- what is expressible
 
 def _is_pipeline(system: DiTSystem) -> bool:
     return system.config.objective == "diffusion" and system.config.first_stage is not None

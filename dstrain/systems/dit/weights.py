@@ -4,8 +4,7 @@ Published files have the names of network.py. diffusers' DiTTransformer2DModel s
 copy of the timestep's and the label's embedders, calls the last layer proj_out, and computes positions itself.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +23,9 @@ CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")       # the second in 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
 _ENDS = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}
-_EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
-              "y_embedder.embedding_table": "class_embedder.embedding_table"}
+_EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2"}
 _IN_BLOCKS = {"attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2",
               "adaLN_modulation.1": "norm1.linear"}
-_QKV = ("to_q", "to_k", "to_v")
 
 # What both config.json of diffusers and the recipe hold: field of config.json -> field of the recipe.
 _FIELDS = {"patch_size": "patch_size", "num_layers": "depth", "num_attention_heads": "num_heads",
@@ -45,7 +42,7 @@ _REMEDIES = (
 )
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
@@ -54,68 +51,42 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> tuple[dict[str, Tenso
     """
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    if _POSITIONS in state and _same_width(state[_POSITIONS], shapes[_POSITIONS]):
-        state[_POSITIONS] = _interpolated(state[_POSITIONS], shapes[_POSITIONS], notes)
-    if fitting.differs_in_rows(state, shapes, _CLASSES):
-        state[_CLASSES] = _replaced(state[_CLASSES], shapes[_CLASSES], notes)
+    positions = state.get(_POSITIONS)
+    if positions is not None and positions.ndim == 3 and positions.shape[-1] == shapes[_POSITIONS][-1]:
+        state[_POSITIONS] = _interpolated(positions, shapes[_POSITIONS][1], notes)
+    notes += fitting.refill(state, shapes, _CLASSES, std=0.02, keep_last=True)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, notes
 
 
-def _same_width(positions: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether positions differ from `shape` in their number alone."""
-    return positions.ndim == len(shape) and positions.shape[-1] == shape[-1] and tuple(positions.shape) != shape
-
-
-def _interpolated(positions: Tensor, shape: tuple[int, ...], notes: list[str]) -> Tensor:
-    old, new = round(positions.shape[1] ** 0.5), round(shape[1] ** 0.5)
-    if old * old != positions.shape[1]:
-        return positions                          # no square grid: `adapt` reports the shapes
+def _interpolated(positions: Tensor, count: int, notes: list[str]) -> Tensor:
+    """Positions (1, count, D) from those of another square grid. Others stay, and `adapt` reports their shapes."""
+    old, new = round(positions.shape[1] ** 0.5), round(count ** 0.5)
+    if old == new or old * old != positions.shape[1]:
+        return positions
     grid = positions.float().view(1, old, old, -1).permute(0, 3, 1, 2)                            # (1, D, g, g)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
     notes.append(f"pos_embed: interpolated from {old} x {old} to {new} x {new} patches")
     return grid.flatten(2).transpose(1, 2).contiguous().to(positions.dtype)
 
 
-def _replaced(table: Tensor, shape: tuple[int, ...], notes: list[str]) -> Tensor:
-    fresh = fitting.fresh_rows(table, shape, std=0.02)
-    fresh[-1] = table[-1]
-    notes.append(f"{_CLASSES}: {len(table)} rows in the file, {shape[0]} in the network; replaced by fresh rows, the "
-                 "last (no label) kept")
-    return fresh
-
-
-# ----------------------------------------------------------------------------------------------------- diffusers' names
-
-def to_diffusers(state: Mapping[str, Tensor], rows: int, has_null: bool) -> dict[str, Tensor]:
+def to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
     """The state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
 
     Rows without a class repeat the last one. Where the network has no "no label", they are 0.
     """
     table = state[_CLASSES]
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
-    padded = torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))
+    state = {**state, _CLASSES: torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))}
     renamed: dict[str, Tensor] = {}
-    for name, value in state.items():
-        layer, _, kind = name.rpartition(".")
-        block = re.fullmatch(r"blocks\.(\d+)\.(.+)", layer)
-        if name == _POSITIONS:
-            continue
-        if layer in _ENDS:
-            renamed[f"{_ENDS[layer]}.{kind}"] = value
-        elif layer in _EMBEDDERS:
-            for number in range(depth_of(state)):
-                renamed[f"{_embedders(number)}.{_EMBEDDERS[layer]}.{kind}"] = padded if name == _CLASSES else value
-        elif block[2] == "attn.qkv":
-            for third, part in zip(_QKV, value.chunk(3)):
-                renamed[f"transformer_blocks.{block[1]}.attn1.{third}.{kind}"] = part
-        else:
-            renamed[f"transformer_blocks.{block[1]}.{_IN_BLOCKS[block[2]]}.{kind}"] = value
-    return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
+    for name, diffusers_names in _names(depth):
+        value = state[name]
+        parts = value.chunk(3) if ".qkv." in name else [value] * len(diffusers_names)
+        renamed |= {other: part.detach().clone().contiguous() for other, part in zip(diffusers_names, parts)}
+    return renamed
 
 
-def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any],
-                   config: Config) -> tuple[dict[str, Tensor], list[str]]:
+def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
     """A DiTTransformer2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
     ConfigError: another class, a field that differs from the recipe's, missing weights, or blocks whose embedders
@@ -123,26 +94,13 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     """
     _require_same(diffusers_config, config)
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
-
-    def take(name: str) -> Tensor:
-        if name not in unused:
-            raise ConfigError(f"weights: {name} is missing, and num_layers in config.json is {depth}; fetch the file "
-                              "again")
-        return unused.pop(name)
-
-    for kind in ("weight", "bias"):
-        for name, diffusers_name in _ENDS.items():
-            renamed[f"{name}.{kind}"] = take(f"{diffusers_name}.{kind}")
-        for number in range(depth):
-            block = f"transformer_blocks.{number}"
-            for name, diffusers_name in _IN_BLOCKS.items():
-                renamed[f"blocks.{number}.{name}.{kind}"] = take(f"{block}.{diffusers_name}.{kind}")
-            parts = [take(f"{block}.attn1.{third}.{kind}") for third in _QKV]
-            renamed[f"blocks.{number}.attn.qkv.{kind}"] = torch.cat(parts)
-        for name, diffusers_name in _EMBEDDERS.items():
-            if (name, kind) != ("y_embedder.embedding_table", "bias"):
-                copies = [f"{_embedders(number)}.{diffusers_name}.{kind}" for number in range(depth)]
-                renamed[f"{name}.{kind}"] = _shared({copy: take(copy) for copy in copies})
+    for name, diffusers_names in _names(depth):
+        missing = [other for other in diffusers_names if other not in unused]
+        if missing:
+            raise ConfigError(f"weights: {missing[0]} is missing, and num_layers in config.json is {depth}; fetch the "
+                              "file again")
+        parts = {other: unused.pop(other) for other in diffusers_names}
+        renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _shared(parts)
     notes = fitting.unused(unused)
     grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
     renamed[_POSITIONS] = sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
@@ -153,6 +111,22 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     return renamed, notes
 
 
+def _names(depth: int) -> Iterator[tuple[str, list[str]]]:
+    """Our name of each weight, and diffusers': three for qkv, and one in each block for an embedder's."""
+    for kind in ("weight", "bias"):
+        for name, other in _ENDS.items():
+            yield f"{name}.{kind}", [f"{other}.{kind}"]
+        for name, other in _EMBEDDERS.items():
+            yield f"{name}.{kind}", [f"transformer_blocks.{block}.norm1.emb.{other}.{kind}" for block in range(depth)]
+        for block in range(depth):
+            inside = f"transformer_blocks.{block}"
+            yield f"blocks.{block}.attn.qkv.{kind}", [f"{inside}.attn1.to_{letter}.{kind}" for letter in "qkv"]
+            for name, other in _IN_BLOCKS.items():
+                yield f"blocks.{block}.{name}.{kind}", [f"{inside}.{other}.{kind}"]
+    yield _CLASSES, [f"transformer_blocks.{block}.norm1.emb.class_embedder.embedding_table.weight"
+                     for block in range(depth)]
+
+
 def _shared(copies: dict[str, Tensor]) -> Tensor:
     """The weight that all blocks hold a copy of."""
     first = next(iter(copies.values()))
@@ -161,14 +135,6 @@ def _shared(copies: dict[str, Tensor]) -> Tensor:
             raise ConfigError(f"weights: {name} is not that of block 0: diffusers has trained the copies apart, and "
                               "this network has one for all blocks; train with dstrain from weights whose copies agree")
     return first
-
-
-def depth_of(state: Mapping[str, Tensor]) -> int:
-    return 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
-
-
-def _embedders(block: int) -> str:
-    return f"transformer_blocks.{block}.norm1.emb"
 
 
 def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
@@ -184,23 +150,14 @@ def _unpadded(table: Tensor, config: Config, notes: list[str]) -> Tensor:
 
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    if diffusers_config.get("_class_name") not in CLASSES:
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system dit takes a "
-                          "DiTTransformer2DModel, or the DiTPipeline around one")
-    expected = arguments(config)
+    expected, size = arguments(config), diffusers_config.get("sample_size")
     del expected["norm_eps"]                      # 1e-5 in folders that were converted from weights trained with 1e-6
     del expected["sample_size"]                   # `adapt` interpolates positions to another resolution
-    size = diffusers_config.get("sample_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
     if diffusers_config.get("out_channels", 0) is None:
         diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
-    for name, value in expected.items():
-        if diffusers_config.get(name) != value:
-            fields = f"model.{_FIELDS[name]}" if name in _FIELDS else "this network"
-            remedy = "; set it to what the file was made with" if name in _FIELDS else ", which has no other"
-            raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, and {value} by "
-                              f"{fields}{remedy}")
+    fitting.require_config(diffusers_config, CLASSES, "dit", expected, _FIELDS)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 
 
 def arguments(config: Config) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dstrain.recipe import MAY_CHANGE, ConfigError, Run
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
 
-SAMPLERS = ("ddpm", "ddim")
 # image_size -> channel_mult; 32, 64 and 256 as published with the paper, 128 of the same authors' guided-diffusion.
 CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
 
@@ -69,11 +68,11 @@ class Config(SystemConfig):
     """Loss by name; None: rescaled_kl with use_kl, else rescaled_mse with rescale_learned_sigmas, else mse."""
 
     schedule_sampler: Literal["uniform", "loss-second-moment"] = "uniform"
-    """How training draws timesteps: all alike, or more often where losses are large (and weighed less)."""
+    """How training draws timesteps: all alike, or more often where losses are large, which then weigh less."""
     history_per_term: int = Field(10, ge=1)
-    """Losses remembered of each timestep; loss-second-moment is uniform until each has so many."""
+    """Losses remembered of each timestep; until each has so many, loss-second-moment draws uniformly."""
     uniform_prob: float = Field(0.001, ge=0, le=1)
-    """Share of uniform timesteps within loss-second-moment."""
+    """Share of timesteps that loss-second-moment draws uniformly."""
 
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
@@ -106,9 +105,9 @@ class Config(SystemConfig):
         if self.image_size % unit:
             raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
                               f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels")
-        strange = [side for side in self.attention_resolutions if side not in sides]
-        if strange:
-            raise ConfigError(f"attention_resolutions: {_text(strange)} never occurs; the levels of image_size "
+        unknown = [side for side in self.attention_resolutions if side not in sides]
+        if unknown:
+            raise ConfigError(f"attention_resolutions: {_text(unknown)} never occurs; the levels of image_size "
                               f"{self.image_size} are {_text(sides)}")
         if self.num_channels % GROUPS:
             raise ConfigError(f"num_channels {self.num_channels} is no multiple of {GROUPS}, the groups of every "
@@ -131,9 +130,9 @@ class Config(SystemConfig):
         with_attention = {factor for factor, side in zip(self.mults, self.sides) if side in self.attention_resolutions}
         for key, heads, factors in (("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
                                     ("num_heads_upsample", self.heads_upsample, with_attention)):
-            wrong = [factor * self.num_channels for factor in sorted(factors) if factor * self.num_channels % heads]
-            if wrong:
-                raise ConfigError(f"{key} {heads} does not divide {_text(wrong)}, the channels of a level with "
+            widths = [factor * self.num_channels for factor in sorted(factors)]
+            if indivisible := [width for width in widths if width % heads]:
+                raise ConfigError(f"{key} {heads} does not divide {_text(indivisible)}, the channels of a level with "
                                   "attention; take another number of heads or num_channels")
 
     @classmethod
@@ -159,8 +158,6 @@ class Config(SystemConfig):
     def num_labels(self) -> int | None:
         return self.num_classes if self.class_cond else None
 
-    # ----------------------------------------------------------------------------------------- what the flags amount to
-
     @property
     def mults(self) -> tuple[int, ...]:
         return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
@@ -180,11 +177,11 @@ class Config(SystemConfig):
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of UNet and SuperResUNet."""
-        same = ("in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
-                "use_scale_shift_norm", "recompute")
-        return {**{name: getattr(self, name) for name in same}, "channel_mult": self.mults,
+        fields = {"in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
+                  "use_scale_shift_norm", "recompute"}
+        return {**self.model_dump(include=fields), "channel_mult": self.mults, "num_classes": self.num_labels,
                 "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
-                "num_heads_upsample": self.heads_upsample, "num_classes": self.num_classes if self.class_cond else None}
+                "num_heads_upsample": self.heads_upsample}
 
     def diffusion_arguments(self) -> dict[str, Any]:
         """The keyword arguments of GaussianDiffusion, but for the betas."""

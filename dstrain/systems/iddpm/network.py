@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import timestep_features
+from dstrain.nn.layers import named, timestep_features
 
 GROUPS = 32                                       # of every normalization
 
@@ -62,7 +62,7 @@ class UNet(nn.Module):
                 self.input_blocks.append(stage(*layers))
                 skips.append(channels)
             if level < last:
-                self.input_blocks.append(stage(Downsample(channels)))
+                self.input_blocks.append(stage(named(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
                 skips.append(channels)
 
         self.middle_block = stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
@@ -75,7 +75,8 @@ class UNet(nn.Module):
                 if level in attention_levels:
                     layers.append(AttentionBlock(channels, num_heads_upsample or num_heads))
                 if level and index == num_res_blocks:
-                    layers.append(Upsample(channels))
+                    layers.append(named(repeat=nn.Upsample(scale_factor=2, mode="nearest"),
+                                        conv=nn.Conv2d(channels, channels, 3, padding=1)))
                 self.output_blocks.append(stage(*layers))
         self.out = nn.Sequential(normalization(channels), nn.SiLU(),
                                  ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1))
@@ -98,8 +99,8 @@ class UNet(nn.Module):
 class SuperResUNet(UNet):
     """A UNet that also sees the small picture, stretched to the large one's size, as further channels."""
 
-    def __init__(self, in_channels: int = 3, *arguments, **named) -> None:
-        super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **named)
+    def __init__(self, in_channels: int = 3, *arguments, **options) -> None:
+        super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **options)
 
     def forward(self, x: Tensor, t: Tensor, low_res: Tensor, y: Tensor | None = None) -> Tensor:
         stretched = F.interpolate(low_res, x.shape[-2:], mode="bilinear", align_corners=False)
@@ -135,8 +136,7 @@ class ResBlock(nn.Module):
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embed, (1 + use_scale_shift_norm) * out_channels))
         self.out_layers = nn.Sequential(normalization(out_channels), nn.SiLU(), nn.Dropout(dropout),
                                         ZeroConv2d(out_channels, out_channels, 3, padding=1))
-        same = channels == out_channels
-        self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
+        self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         h = self.in_layers(x)
@@ -175,28 +175,6 @@ class AttentionBlock(nn.Module):
         h = attend(query, key, value)                                                             # (B, h, N, d)
         h = self.proj_out(h.transpose(1, 2).reshape(batch, height * width, channels))             # (B, N, C)
         return x + h.transpose(1, 2).reshape(x.shape)
-
-
-class Downsample(nn.Module):
-    """Half the side by a strided convolution: (B, C, H, W) -> (B, C, H/2, W/2)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.op(x)
-
-
-class Upsample(nn.Module):
-    """Twice the side by repetition, then a convolution: (B, C, H, W) -> (B, C, 2H, 2W)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
 
 
 class Pointwise(nn.Conv1d):

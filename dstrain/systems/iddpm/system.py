@@ -18,11 +18,12 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
+from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
-from dstrain.systems.iddpm.config import Config, NO_GUIDANCE, SAMPLERS
+from dstrain.systems.iddpm.config import Config, NO_GUIDANCE
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 
@@ -34,7 +35,7 @@ class IDDPMSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), SAMPLERS
+        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
         self.starts_from_data = config.small_size is not None
         self.shape = (config.in_channels, config.image_size, config.image_size)
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
@@ -74,30 +75,28 @@ class IDDPMSystem(System):
         """The training loss: one timestep and one noise for each sample; terms have the weight of the drawn t."""
         t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
-        weighted = {name: weight * term for name, term in terms.items()}
+        weighted = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
         loss = weighted["loss"]
-        weighted |= {"loss": loss.mean(), "loss_each": loss.detach(), "quartile": self._quartile(t)}
+        weighted |= {"loss": loss.mean(), "loss_each": loss.detach()}
         if self.watched:
             weighted |= {"timestep": t, "loss_seen": terms["loss"].detach()}
         return weighted
 
-    def observe(self, seen: Terms) -> None:
+    def observe(self, terms: Terms) -> None:
         """The timestep sampler learns from unweighted losses. Those that are not finite are marked as padding, -1."""
-        losses = seen["loss_seen"]
-        self.timesteps.observe(torch.where(losses.isfinite(), seen["timestep"], -1), losses)
+        losses = terms["loss_seen"]
+        self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """The unweighted loss at uniform timesteps, one value a sample (B,): independent of the sampler's history."""
         t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
-        return self._losses(nets, example, t) | {"quartile": self._quartile(t)}
+        return self._losses(nets, example, t)
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
         noise = rng.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
-        return self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
-
-    def _quartile(self, t: Tensor) -> Tensor:
-        return 4 * t // self.config.diffusion_steps
+        terms = self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
+        return terms | {"quartile": 4 * t // self.config.diffusion_steps}
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """The denoiser with its conditions filled in; conditions that it does not take are ignored."""
@@ -108,8 +107,6 @@ class IDDPMSystem(System):
                                   "class_cond false")
             arguments += (conditions["label"],)
         return lambda x_t, t: nets["denoiser"](x_t, t, *arguments)
-
-    # ---------------------------------------------------------------------------------------------------- likelihood
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -138,7 +135,10 @@ class IDDPMSystem(System):
         sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        chain = self._chain(self._spec(sampler, request.num_steps))
+        spec, count = self.config.timestep_respacing, request.num_steps
+        if not spec or count != self.config.respaced_steps():            # then evenly spaced, as published
+            spec = schedule.even_spec(self.config.diffusion_steps, count, strided=sampler == "ddim")
+        chain = self._chain(spec)
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -147,18 +147,8 @@ class IDDPMSystem(System):
             self._check_low_res(conditions, len(request.seeds))
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        if sampler == "ddim":
-            x_start = samplers.ddim(chain, network, x, clip_denoised=True)
-        else:
-            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-            x_start = samplers.ancestral(chain, network, x, noise, clip_denoised=True)
-        return to_uint8(x_start)
-
-    def _spec(self, sampler: str, count: int) -> str:
-        """The timesteps to visit: those of timestep_respacing if they are as many, else evenly spaced, as published."""
-        if self.config.timestep_respacing and count == self.config.respaced_steps():
-            return self.config.timestep_respacing
-        return schedule.even_spec(self.config.diffusion_steps, count, sampler == "ddim")
+        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+        return to_uint8(samplers.SAMPLERS[sampler](chain, network, x, noise, clip_denoised=True))
 
     # ------------------------------------------------------------------------------------------------ super-resolution
 
@@ -215,14 +205,13 @@ class IDDPMSystem(System):
             raise ConfigError(f"labels: {wrong} are not among the {self.config.num_classes} classes, 0 to "
                               f"{self.config.num_classes - 1}; raise num_classes, or choose others")
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """The label table may differ, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.config)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -241,8 +230,3 @@ class IDDPMSystem(System):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.timesteps.load_state_dict(state)
-
-
-def build(config: Config) -> IDDPMSystem:
-    """The system of a config."""
-    return IDDPMSystem(config)

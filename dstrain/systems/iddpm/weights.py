@@ -38,7 +38,7 @@ _HIDDEN = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropo
            "noise_schedule", "rescale_timesteps")
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> tuple[dict[str, Tensor], list[str]]:
+def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what to know of it.
 
     A label table with another number of rows is replaced by new rows, normal(1) as at initialization. The notes also
@@ -46,12 +46,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> tuple
     ConfigError: the first other difference, with both shapes and the flags that decide them.
     """
     shapes = fitting.shapes_of(network)
-    state, notes = dict(state), []
-    if fitting.differs_in_rows(state, shapes, _LABELS):
-        rows = len(state[_LABELS])
-        state[_LABELS] = fitting.fresh_rows(state[_LABELS], shapes[_LABELS], std=1.0)
-        notes.append(f"{_LABELS}: {rows} rows in the file, {len(state[_LABELS])} in the network; replaced by fresh "
-                     "rows")
+    state = dict(state)
+    notes = fitting.refill(state, shapes, _LABELS, std=1.0)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
@@ -65,8 +61,6 @@ def _place(name: str) -> tuple[int, ...]:
     return tuple(int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
                  for word in name.split("."))
 
-
-# ----------------------------------------------------------------------------------------------------- diffusers' names
 
 _TIMES = "time_proj.weight"
 _ENDS = {"time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
@@ -82,7 +76,7 @@ _FIELDS = {"in_channels": "in_channels (twice with small_size)", "out_channels":
            "block_out_channels": "num_channels and channel_mult", "layers_per_block": "num_res_blocks",
            "resnet_time_scale_shift": "use_scale_shift_norm",
            "time_embedding_type": "rescale_timesteps and diffusion_steps",
-           "num_train_timesteps": "rescale_timesteps and diffusion_steps"}
+           "num_train_timesteps": "rescale_timesteps and diffusion_steps", "num_class_embeds": "class_cond"}
 
 
 def arguments(config: Config) -> dict[str, Any]:
@@ -92,11 +86,11 @@ def arguments(config: Config) -> dict[str, Any]:
                           f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
                           "safetensors")
     attends = [side in config.attention_resolutions for side in config.sides]
-    seen = config.in_channels * (2 if config.small_size else 1)
     learned = _learns_times(config)
     return {
-        "sample_size": config.image_size, "in_channels": seen,
-        "out_channels": config.in_channels * (1 + config.learn_sigma), "center_input_sample": False,
+        "sample_size": config.image_size, "center_input_sample": False,
+        "in_channels": config.in_channels * (2 if config.small_size else 1),
+        "out_channels": config.in_channels * (1 + config.learn_sigma),
         "time_embedding_type": "learned" if learned else "positional", "freq_shift": 0, "flip_sin_to_cos": True,
         "down_block_types": tuple("AttnDownBlock2D" if attention else "DownBlock2D" for attention in attends),
         "up_block_types": tuple("AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attends)),
@@ -126,8 +120,7 @@ def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tenso
     return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
-def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any],
-                   config: Config) -> tuple[dict[str, Tensor], list[str]]:
+def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
     """A UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
     ConfigError: another class, a field that differs from the recipe's, or other timesteps than the recipe's. A missing
@@ -135,10 +128,9 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     """
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}
-    times = state.pop(_TIMES, None)
     expected = _times(config)
-    if times is not None and not (times.shape == expected.shape
-                                  and torch.allclose(times.float(), expected, rtol=0, atol=1e-5)):
+    times = state.pop(_TIMES, expected)
+    if times.shape != expected.shape or not torch.allclose(times.float(), expected, rtol=0, atol=1e-5):
         raise ConfigError(f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
                           f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with")
     for name, diffusers_name, heads in _attentions(config):
@@ -156,31 +148,21 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
 
 
 def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    if diffusers_config.get("_class_name") != "UNet2DModel":
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system iddpm takes "
-                          "a UNet2DModel")
     expected = arguments(config) | {"class_embed_type": None, "add_attention": True, "mid_block_scale_factor": 1,
                                     "downsample_type": "conv", "upsample_type": "conv", "time_embedding_dim": None}
-    for name, needed in expected.items():
-        loaded = diffusers_config.get(name, needed)    # an older diffusers had neither field nor choice
-        loaded = tuple(loaded) if isinstance(loaded, list) else loaded
-        if name in ("sample_size", "dropout"):    # decide no output
-            continue
-        if name == "attn_norm_num_groups" and loaded is None and not config.use_scale_shift_norm:
-            loaded = diffusers_config.get("norm_num_groups")
-        if name == "num_class_embeds":            # `adapt` takes another number of rows
-            loaded, needed = loaded is not None, needed is not None
-        if name == "attention_head_dim":          # None and one width for all may mean the same
-            loaded, needed = (_heads(config, width) for width in (loaded, needed))
-            if loaded != needed:
-                raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, which makes "
-                                  f"{loaded[-1]} heads, and model.num_heads is {config.num_heads}; set it to what the "
-                                  "file was made with")
-        if loaded != needed:
-            fields = _FIELDS.get(name)
-            raise ConfigError(f"weights: {name} is {diffusers_config.get(name)} in config.json, and {expected[name]} "
-                              + (f"by model.{fields}; set it to what the file was made with" if fields else
-                                 "by this network, which has no other"))
+    del expected["sample_size"], expected["dropout"]                      # decide no output
+    loaded = {**expected, **diffusers_config}     # an older diffusers lacks fields, and had no choice there
+    if loaded["attn_norm_num_groups"] is None and not config.use_scale_shift_norm:
+        loaded["attn_norm_num_groups"] = loaded["norm_num_groups"]
+    if expected["num_class_embeds"] is not None and loaded["num_class_embeds"] is not None:
+        del expected["num_class_embeds"]          # `adapt` takes another number of rows
+    heads, needed = (_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
+    del expected["attention_head_dim"]            # None and one width for all may mean the same
+    fitting.require_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
+    if heads != needed:
+        raise ConfigError(f"weights: attention_head_dim is {loaded['attention_head_dim']} in config.json, which makes "
+                          f"{heads[-1]} heads, and model.num_heads is {config.num_heads}; set it to what the file was "
+                          "made with")
 
 
 def _heads(config: Config, width: int | None) -> list[int]:

@@ -8,7 +8,6 @@ from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in
 from dstrain.systems.base import SystemConfig
 
-SAMPLERS = ("ddpm", "ddim")
 LOSSES = ("l2", "l1", "huber")
 
 
@@ -49,7 +48,7 @@ class Config(SystemConfig):
     prediction: Literal["x_start", "eps", "v"] = "x_start"
     """What the network predicts."""
     loss: Literal[LOSSES] = "l2"
-    """Squared, absolute, or Huber's error (squared below 1) of the prediction, in scaled embeddings."""
+    """Error of the prediction, in scaled embeddings: squared, absolute, or Huber's, which is squared below 1."""
     text_cond_drop_prob: float = Field(0.1, ge=0, le=1)
     """Share of training samples whose text is dropped; 0 leaves out the null text, and with it guidance."""
 
@@ -91,9 +90,9 @@ class Config(SystemConfig):
         if self.beta_schedule == "jsd" and self.prediction == "eps":
             raise ConfigError("prediction=eps and beta_schedule=jsd: its last timestep is noise alone, from which eps "
                               "tells nothing of x_start; predict x_start or v")
-        wrong = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
-        if wrong:
-            raise ConfigError(f"evaluate_steps: {wrong} are not between 1 and timesteps={self.timesteps}")
+        outside = [steps for steps in self.evaluate_steps if not 1 <= steps <= self.timesteps]
+        if outside:
+            raise ConfigError(f"evaluate_steps: {outside} are not between 1 and timesteps={self.timesteps}")
         if self.num_candidates > 1 and self.text_embed_dim not in (None, self.image_embed_dim):
             raise ConfigError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} "
                               "differ, so no candidate can be compared with its text: write model.num_candidates=1")
@@ -114,13 +113,14 @@ class Config(SystemConfig):
     @classmethod
     def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
                       tokenizer: str | None = None) -> dict[str, Any]:
-        changed = {} if text_encoder is None else {"text_encoder": text_encoder}
-        return super().with_encoders(model | changed, tokenizer=tokenizer)
+        if text_encoder is not None:
+            model = {**model, "text_encoder": text_encoder}
+        return super().with_encoders(model, tokenizer=tokenizer)
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of PriorTransformer."""
-        same = ("image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
-                "embedding_proj_norm", "recompute")
-        return {**{name: getattr(self, name) for name in same}, "learns_null": self.text_cond_drop_prob > 0,
+        fields = {"image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
+                  "embedding_proj_norm", "recompute"}
+        return {**self.model_dump(include=fields), "learns_null": self.text_cond_drop_prob > 0,
                 "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
                 "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim}

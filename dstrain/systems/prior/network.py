@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, timestep_features
+from dstrain.nn.layers import Linear, named, timestep_features
 
 EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
@@ -117,7 +117,8 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = FeedForward(width, dropout)
+        self.ff = named(net=nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), nn.Dropout(dropout),
+                                          Linear(4 * width, width)))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn1(self.norm1(x), mask)
@@ -138,28 +139,6 @@ class Attention(nn.Module):
         split = lambda y: y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
         x = attend(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
         return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with an exact GELU between them, where it is four times as wide."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Widen(width, 4 * width), nn.Dropout(dropout), Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-class Widen(nn.Module):
-    """A linear layer and its GELU, under the published name `proj`."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.proj = Linear(inside, outside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x))
 
 
 class TimestepEmbedding(nn.Module):

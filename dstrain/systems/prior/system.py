@@ -20,10 +20,11 @@ from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
+from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
-from dstrain.systems.prior.config import Config, SAMPLERS
+from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
@@ -40,7 +41,8 @@ class PriorSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers, self.shape = ("denoiser",), SAMPLERS, (config.image_embed_dim,)
+        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
+        self.shape = (config.image_embed_dim,)
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
         self.timesteps = UniformSampler(config.timesteps)
@@ -62,7 +64,7 @@ class PriorSystem(System):
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
-        image = self._fitting(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
+        image = self._of_width(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
         mean, std = self._statistics(image)
         example["x_start"] = (image - mean) / std
@@ -101,9 +103,8 @@ class PriorSystem(System):
             texts = self.text_encoder(device).encode(captions_of(texts["caption"]))
         inputs = {"text_embed": self._text_embed(texts["text_embed"])}
         if tokens:
-            encodings = texts["text_encodings"].float()
             width = self.config.text_encodings_dim or self.config.image_embed_dim
-            self._fitting(encodings, width, "text_encodings_dim")
+            encodings = self._of_width(texts["text_encodings"].float(), width, "text_encodings_dim")
             short = tokens - encodings.shape[1]
             if short < 0:
                 raise ConfigError(f"data: text_encodings have {encodings.shape[1]} tokens, model.max_text_len is "
@@ -115,10 +116,10 @@ class PriorSystem(System):
 
     def _text_embed(self, embed: Tensor) -> Tensor:
         width = self.config.text_embed_dim or self.config.image_embed_dim
-        embed = self._fitting(embed.float(), width, "text_embed_dim")
+        embed = self._of_width(embed.float(), width, "text_embed_dim")
         return F.normalize(embed, dim=1) if self.config.normalize_embeds else embed
 
-    def _fitting(self, values: Tensor, width: int, field: str) -> Tensor:
+    def _of_width(self, values: Tensor, width: int, field: str) -> Tensor:
         if values.shape[-1] != width:
             raise ConfigError(f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
                               f"in the model: set model.{field}={values.shape[-1]}, or give other data")
@@ -137,36 +138,35 @@ class PriorSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its text dropped now and then."""
-        dropped = rng.uniform(example["key"], "drop") < self.config.text_cond_drop_prob
-        terms = self._losses(nets, example, dropped)
+        terms = self._losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """The training loss with every text in place and the similarities of `evaluate_steps`, values (B,)."""
-        terms = self._losses(nets, example, torch.zeros_like(example["key"], dtype=torch.bool))
+        terms = self._losses(nets, example, drop_prob=0.0)
         return terms | self._similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """The loss and the similarities after chains of num_steps; None takes evaluate_steps, or 64 where it is ()."""
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
-        terms = self._losses(nets, example, torch.zeros_like(example["key"], dtype=torch.bool))
+        terms = self._losses(nets, example, drop_prob=0.0)
         terms.pop("quartile")
         return terms | self._similarities(nets, example, steps if num_steps is None else (num_steps,), progress)
 
-    def _losses(self, nets: Nets, example: Example, dropped: Tensor) -> Terms:
+    def _losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
         x_start, key = example["x_start"], example["key"]
         noise = rng.normal(key, "noise", self.shape)                                            # (B, D)
         t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
         x_t = self.diffusion.q_sample(x_start, t, noise)
-        inputs = self.network_inputs(example, dropped)
+        inputs = self.network_inputs(example, rng.uniform(key, "drop") < drop_prob)
         if self.config.self_cond:
             # Every rank makes both calls, whichever of its samples use the first one's result.
             with torch.no_grad():
                 first = at_boundary(nets["denoiser"](x_t, t, **inputs, self_cond=torch.zeros_like(x_t)))
-            seen = rng.uniform(key, "self_cond") < 0.5
-            inputs["self_cond"] = torch.where(seen[:, None], self.diffusion.x_start_of(first, x_t, t), 0.0)
+            shown = rng.uniform(key, "self_cond") < 0.5
+            inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.x_start_of(first, x_t, t), 0.0)
         prediction = at_boundary(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
             prediction = self._rescaled(prediction)
@@ -226,10 +226,8 @@ class PriorSystem(System):
         x = normal("start")                                                                       # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
-        if self.sampler(request.sampler) == "ddim":
-            x = samplers.ddim(chain, network, x, progress=progress)
-        else:
-            x = samplers.ancestral(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)
+        draw = samplers.SAMPLERS[self.sampler(request.sampler)]
+        x = draw(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
         return self._embedding(x).view(count, len(keys), -1)
@@ -287,14 +285,13 @@ class PriorSystem(System):
         batches = [self._texts(encoder.encode(distinct[i:i + _PROMPTS])) for i in range(0, len(distinct), _PROMPTS)]
         return {name: torch.cat([batch[name] for batch in batches])[rows] for name in batches[0]}
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
         with torch.device("meta"):
             network = self.networks()[part]
         return weights.adapt(state, network, self.mean, self.std)
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""
         weights.require_same(diffusers_config, self.config)
         return state, []
@@ -318,8 +315,3 @@ class PriorSystem(System):
             length = 1 + rng.integers(key, "length", tokens)
             batch["text_mask"] = torch.arange(tokens) < length[:, None]
         return batch
-
-
-def build(config: Config) -> PriorSystem:
-    """The system of a config. Raises ConfigError where its statistics cannot be read or do not fit."""
-    return PriorSystem(config)

@@ -35,16 +35,14 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     if config.image_embed_stats is None:
         return torch.zeros(dim), torch.full((dim,), 1 / (config.image_embed_scale or dim ** 0.5))
     path = Path(config.image_embed_stats)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    values: dict[str, Tensor] = {}
-    for file in files:
+    names, values = ("clip_mean", "clip_std"), {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
             with safe_open(file, "pt") as content:
-                values |= {name: content.get_tensor(name).float().flatten() for name in content.keys()
-                           if name in ("clip_mean", "clip_std")}
+                values |= {name: content.get_tensor(name).float().flatten() for name in names if name in content.keys()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"image_embed_stats: {file} is no readable safetensors file ({error})") from None
-    for name in ("clip_mean", "clip_std"):
+    for name in names:
         if name not in values:
             raise ConfigError(f"image_embed_stats: {path} holds no {name}; name a safetensors file with clip_mean and "
                               "clip_std, such as that of a diffusers prior")
@@ -57,8 +55,7 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     return values["clip_mean"], values["clip_std"]
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
-          std: Tensor) -> tuple[dict[str, Tensor], list[str]]:
+def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor, std: Tensor) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
@@ -67,15 +64,15 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
     """
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
-    held = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
-    if held[1] is not None and bool(held[1].any()):
+    of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
+    if of_file[1] is not None and bool(of_file[1].any()):
         if not all(a.numel() == len(b) and torch.allclose(a.float().flatten(), b, rtol=1e-3, atol=1e-5)
-                   for a, b in zip(held, (mean, std))):
+                   for a, b in zip(of_file, (mean, std))):
             raise ConfigError("weights: the file's clip_mean and clip_std are not the recipe's scale of image "
                               "embeddings; set model.image_embed_stats to the file, and model.normalize_embeds to what "
                               "it was made with")
         notes.append("clip_mean, clip_std: as in the recipe")
-    elif held[1] is not None:
+    elif of_file[1] is not None:
         notes.append("clip_mean, clip_std: not set in the file; image embeddings are scaled by the recipe")
     for name in shapes.keys() - state.keys():
         if name.startswith(("null_text_", "self_cond_proj")):
@@ -88,11 +85,7 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor,
 
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """ConfigError: a config.json of diffusers differs from the recipe in what the weights' shapes do not show."""
-    if diffusers_config.get("_class_name") != "PriorTransformer":
-        raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system prior takes "
-                          "a PriorTransformer")
-    for name, field, default in (("num_attention_heads", "heads", 32), ("attention_head_dim", "dim_head", 64)):
-        value = diffusers_config.get(name, default)
-        if value != getattr(config, field):
-            raise ConfigError(f"weights: {name} is {value} in config.json, model.{field} is {getattr(config, field)}; "
-                              "set it to what the file was made with")
+    loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
+    expected = {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head}
+    fields = {"num_attention_heads": "heads", "attention_head_dim": "dim_head"}
+    fitting.require_config(loaded, ("PriorTransformer",), "prior", expected, fields)

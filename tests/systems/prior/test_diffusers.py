@@ -220,7 +220,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"heads": 1, "dim_head": 16}, "num_attention_heads is 2 in config.json, model.heads is 1")])
+    ({"heads": 1, "dim_head": 16}, "num_attention_heads is 2 in config.json, and 1 by model.heads")])
 def test_heads_must_agree(tmp_path, changes, words):
     """Oracle: diffusers' own folder, whose weights fit another number of heads, too."""
     published().save_pretrained(tmp_path / "prior")
