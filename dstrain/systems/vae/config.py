@@ -1,12 +1,10 @@
 """What determines an autoencoder: one line for each field. The section that is given, discrete or kl, is the kind."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.adversarial import least_size
-from dstrain.nn.perceptual import REMEDY
+from dstrain.nn.picture_loss import Discriminator, Perceptual, missing_weights, require_pictures
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
@@ -69,24 +67,6 @@ class Discrete(Section):
         return self
 
 
-class Perceptual(Section):
-    path: str
-    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
-    weight: float = Field(1.0, ge=0)
-    """Of LPIPS, beside the mean absolute or squared error; 0 leaves it out."""
-
-
-class Discriminator(Section):
-    start: int = Field(50_000, ge=0)
-    """First optimizer step at which it learns and is learned from."""
-    weight: float = Field(0.5, ge=0)
-    """Length of the adversarial gradient with respect to the picture / length of the reconstruction's."""
-    n_layers: int = Field(3, ge=1)
-    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
-    base_channels: int = Field(64, ge=1)
-    """Width of the first layer."""
-
-
 class KL(Section):
     """The autoencoder of Rombach et al. 2022 (LDM), with diffusers' AutoencoderKL as the network, by its names."""
 
@@ -121,11 +101,6 @@ class KL(Section):
                               f"norm_num_groups, {self.norm_num_groups}")
         return self
 
-    @property
-    def perceives(self) -> bool:
-        """Whether there is a perceptual term."""
-        return self.perceptual is not None and self.perceptual.weight > 0
-
 
 class Config(SystemConfig):
     image_size: int = Field(256, ge=1)
@@ -153,16 +128,8 @@ class Config(SystemConfig):
             if lengths != [self.channels] * 2:
                 raise ConfigError(f"discrete.normalization has {lengths[0]} means and {lengths[1]} deviations, "
                                   f"channels is {self.channels}: give one of each for every channel")
-        if self.kl and self.kl.perceptual and self.channels == 4:
-            raise ConfigError("kl.perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
-        if self.kl and self.kl.perceptual and self.image_size < 16:
-            raise ConfigError(f"kl.perceptual halves the side four times, image_size is {self.image_size}: take 16 or "
-                              "more")
-        if self.kl and self.kl.discriminator:
-            n_layers = self.kl.discriminator.n_layers
-            if self.image_size < least_size(n_layers):
-                raise ConfigError(f"kl.discriminator.n_layers {n_layers} needs images of {least_size(n_layers)} "
-                                  f"pixels, image_size is {self.image_size}: take fewer layers")
+        if self.kl:
+            require_pictures(self.kl.perceptual, self.kl.discriminator, self.shape, "kl.")
         return self
 
     @property
@@ -182,8 +149,8 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():
-            problems.append(f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}")
+        if self.kl:
+            problems += missing_weights(self.kl.perceptual, "model.kl.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
                             "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "

@@ -1,47 +1,19 @@
 """What determines a tokenizer: one line for each field."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
-from dstrain.nn.perceptual import REMEDY
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section
+from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
 
 
-class Perceptual(Section):
-    path: str
-    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
-    weight: float = Field(1.0, ge=0)
-    """Of LPIPS of one random real frame, beside the mean square error; 0 leaves it out."""
-
-
-class Penalty(Section):
-    """R1 (Mescheder et al. 2018): half the weight times the discriminator's squared gradient at real frames."""
-
-    form: Literal["approximate", "exact"] = "approximate"
-    """approximate: from one random step away, anywhere. exact: by double backward, where no weights are scattered."""
-    weight: float = Field(1.0, ge=0)
-    """Of the squared gradient; times `every`, since it stands for the steps in between."""
-    every: int = Field(4, ge=1)
-    """Steps from one penalty to the next."""
-    sigma: float = Field(0.1, gt=0)
-    """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
-
-
-class Discriminator(Section):
-    start: int = Field(50_000, ge=0)
-    """First optimizer step at which it learns and is learned from."""
+class FrameDiscriminator(Discriminator):
     weight: float = Field(0.1, ge=0)
     """Length of the adversarial gradient with respect to the judged frame / length of the reconstruction's."""
-    n_layers: int = Field(3, ge=1)
-    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
-    base_channels: int = Field(64, ge=1)
-    """Width of the first layer."""
     penalty: Penalty | None = Penalty()
     """Of its slope at real frames; None: without."""
 
@@ -93,7 +65,7 @@ class Config(SystemConfig):
     """lookup_free: of the running share of each code over global batches, by step."""
     perceptual: Perceptual | None = None
     """LPIPS beside the reconstruction; None: without."""
-    discriminator: Discriminator | None = None
+    discriminator: FrameDiscriminator | None = None
     """An adversary of patches of single frames, as a network of its own; None: without."""
 
     @model_validator(mode="after")
@@ -109,15 +81,7 @@ class Config(SystemConfig):
             least = self.num_frames - (self.num_frames - 1) % p
             raise ConfigError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
                               f"{least} or {least + p}")
-        if self.perceptual and self.channels == 4:
-            raise ConfigError("perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
-        if self.perceptual and min(self.size) < 16:
-            raise ConfigError(f"perceptual halves the side four times, image_size is {height} x {width}: take 16 or "
-                              "more")
-        if self.discriminator and min(self.size) < least_size(self.discriminator.n_layers):
-            n_layers = self.discriminator.n_layers
-            raise ConfigError(f"discriminator.n_layers {n_layers} needs frames of {least_size(n_layers)} pixels, "
-                              f"image_size is {height} x {width}: take fewer layers")
+        require_pictures(self.perceptual, self.discriminator, self.shape)
         return self
 
     @property
@@ -129,11 +93,6 @@ class Config(SystemConfig):
     def shape(self) -> tuple[int, int, int]:
         """Of a frame: channels, height, width."""
         return self.channels, *self.size
-
-    @property
-    def perceives(self) -> bool:
-        """Whether there is a perceptual term."""
-        return self.perceptual is not None and self.perceptual.weight > 0
 
     def network_arguments(self) -> dict[str, Any]:
         """CViViT's."""
@@ -157,9 +116,7 @@ class Config(SystemConfig):
                 "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
 
     def conflicts(self, run: Run) -> list[str]:
-        problems = self.unequal(run, channels="channels")
-        if self.perceives and not Path(self.perceptual.path).expanduser().exists():
-            problems.append(f"model.perceptual.path={self.perceptual.path}: no weights are there: {REMEDY}")
+        problems = self.unequal(run, channels="channels") + missing_weights(self.perceptual, "model.perceptual")
         height = run.data.height or run.data.image_size
         if self.size != (height, run.data.image_size):
             problems.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
@@ -168,4 +125,3 @@ class Config(SystemConfig):
             problems.append(f"data.num_frames={run.data.num_frames or 1} and model.num_frames={self.num_frames} differ"
                             ": make both equal")
         return problems
-
