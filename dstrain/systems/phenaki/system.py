@@ -260,7 +260,7 @@ class PhenakiSystem(System):
         if real is not None:
             given = given | ~real[:, :, None, None]
         return decode(predict, tokens, given, network.mask_token, rng.keys_of_seeds(request.seeds),
-                      request.num_steps, self.config.choices, criticize)
+                      request.num_steps, self.config.decoding, criticize)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
