@@ -11,7 +11,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dstrain.encoders.text import TextEncoder, captions_of, sent
+from dstrain.encoders.text import TextEncoder, captions_of, to_device
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 
@@ -52,7 +52,8 @@ class Reader:
                               "data.captions=FILE or class folders, or set model.unconditional=true")
         # The host reads captions, which lie on it; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
-        return {name: sent(value, device) for name, value in self._read(captions_of(batch["caption"]), device).items()}
+        inputs = self._read(captions_of(batch["caption"]), device)
+        return {name: to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
         """Inputs for each text, on the CPU. ConfigError: the model is unconditional, or no encoder is named.
