@@ -1,4 +1,4 @@
-"""A frozen first stage that dstrain trained: an exported discrete VAE, KL autoencoder or video tokenizer encodes and decodes.
+"""A frozen first stage that dstrain trained: an exported discrete VAE, KL autoencoder or video tokenizer.
 
 Latents are those of the posterior, neither scaled nor shifted. A model that wants them at unit variance scales them
 itself and undoes it before `decode`, as encoders/autoencoder.py does with scaling_factor and shift.

@@ -127,7 +127,8 @@ class PictureLoss:
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.gradient(critique, picture)
-        weight = adversarial.critique_weight(of_mean, of_critique, self.discriminator.weight, picture[0].numel())
+        values = picture[0].numel()               # LDM balances sums over the values, the reconstruction is a mean
+        weight = self.discriminator.weight / values * adversarial.balance(values * of_mean, of_critique)
         example["original"], example["reconstruction"] = truth, picture.detach()
         return {"critique": critique.detach(), "critique_weight": weight}, weight.view(-1, 1, 1, 1) * of_critique
 

@@ -151,9 +151,9 @@ class Config(SystemConfig):
                               f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
                               f"encode with --max-text-len {self.max_text_len}")
         if width is not None and fingerprint is not None and codes.text_encoder not in (None, fingerprint):
-            raise ConfigError(f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text encoder "
-                              f"{codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with that "
-                              "encoder")
+            raise ConfigError(f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
+                              f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with "
+                              "that encoder")
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
@@ -162,7 +162,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what tokenizer and cache say where it is silent."""
+        """The section; the fields that it leaves out are taken from the tokenizer and the cache."""
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
         if not stage and not cached and not model.get("token_shape"):

@@ -23,8 +23,6 @@ from dstrain.systems.vae.system import AutoencoderSystem
 class KLSystem(AutoencoderSystem):
     """The part `autoencoder` and, where the config has one, the part `discriminator`, which waits for its start."""
 
-    encodes = True
-
     remedies = {"discriminator": (
         (r"main\.0\.", "channels and kl.discriminator.base_channels"),
         (r"", "kl.discriminator.base_channels and n_layers"),
@@ -41,15 +39,14 @@ class KLSystem(AutoencoderSystem):
         self.kl = config.kl
         self.picture_loss = PictureLoss(self.kl.perceptual, self.kl.discriminator)
         self.parts = self.picture_loss.parts("autoencoder", self.learn)
-        side = config.image_size // config.factor
-        self.latent_shape = (self.kl.latent_channels, side, side)
+        self.latent_shape = (self.kl.latent_channels, self.side, self.side)
 
     def networks(self) -> dict[str, nn.Module]:
-        config = self.kl
-        return {"autoencoder": KLAutoencoder(
-            self.config.channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
-            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention),
-            **self.picture_loss.networks(self.config.channels)}
+        config, channels = self.kl, self.config.channels
+        autoencoder = KLAutoencoder(
+            channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
+            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)
+        return {"autoencoder": autoencoder} | self.picture_loss.networks(channels)
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -69,7 +66,7 @@ class KLSystem(AutoencoderSystem):
             of_distance = gradient(self.picture_loss.total(terms), picture)
             critique, of_critique = self.picture_loss.critique(nets, example, picture, x, of_distance)
             terms |= critique
-            pull = (passed.picture * (of_distance + of_critique)).flatten(1).sum(1) + self._kl_share(terms["kl"])
+            pull = (passed.picture * (of_distance + of_critique)).flatten(1).sum(1) + self._weighted_kl(terms)
             loss = descending(self._bound(terms) + terms["critique_weight"] * terms["critique"], pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
@@ -94,14 +91,13 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
     def _distance(self, picture: Tensor, x: Tensor) -> Terms:
-        recon = getattr(losses, self.kl.reconstruction)(picture, x)
-        return {"recon": recon} | self.picture_loss.perceptual(picture, x)
+        return {"recon": losses.error(self.kl.reconstruction, picture, x)} | self.picture_loss.perceptual(picture, x)
 
-    def _kl_share(self, nats: Tensor) -> Tensor:
-        return self.kl.kl_weight * nats / self.values
+    def _weighted_kl(self, terms: Terms) -> Tensor:
+        return self.kl.kl_weight * terms["kl"] / self.values
 
     def _bound(self, terms: Terms) -> Tensor:
-        return self.picture_loss.total(terms) + self._kl_share(terms["kl"])
+        return self.picture_loss.total(terms) + self._weighted_kl(terms)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 

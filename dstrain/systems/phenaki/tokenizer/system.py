@@ -23,7 +23,7 @@ from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
-from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, covered, real_frames
+from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, counted_frames, num_counted, real_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 _REMEDIES = {"discriminator": (
@@ -55,8 +55,8 @@ class TokenizerSystem(System):
             self._usage, self.watched = Usage(bits_of(config.codebook_size), config.usage_decay), ("shares",)
 
     def networks(self) -> dict[str, nn.Module]:
-        return {"tokenizer": CViViT(**self.config.network_arguments()),
-                **self.picture_loss.networks(self.config.channels)}
+        tokenizer = CViViT(**self.config.network_arguments())
+        return {"tokenizer": tokenizer} | self.picture_loss.networks(self.config.channels)
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -66,14 +66,12 @@ class TokenizerSystem(System):
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]                   # (B, T, C, H, W)
         require_shape(video, self.config.shape, "channels")
-        p = self.config.temporal_patch_size
-        if (video.shape[1] - 1) % p:
-            raise ConfigError(f"data.num_frames: {video.shape[1]} is not 1 + a multiple of temporal_patch_size {p}; "
-                              f"take {video.shape[1] - (video.shape[1] - 1) % p}")
-        example["x_start"] = video.float() / 127.5 - 1
-        if "frames" not in example:
-            example["frames"] = torch.full((len(video),), video.shape[1], device=video.device)
-        return example
+        total, surplus = video.shape[1], (video.shape[1] - 1) % self.temporal_patch_size
+        if surplus:
+            raise ConfigError(f"data.num_frames: {total} is not 1 + a multiple of temporal_patch_size "
+                              f"{self.temporal_patch_size}; take {total - surplus}")
+        frames = torch.full((len(video),), total, device=video.device)
+        return {"frames": frames} | example | {"x_start": video.float() / 127.5 - 1}
 
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.turns("tokenizer", step)
@@ -108,7 +106,7 @@ class TokenizerSystem(System):
             terms |= perceived
             of_frame = self.config.perceptual.weight * gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then weigh by 1 / their number.
-        count = covered(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
+        count = num_counted(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _frame(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.critique(nets, example, frame, truth, of_mean)
         pull = of_recon.index_put((torch.arange(len(place), device=place.device), place), of_frame + of_critique,
@@ -120,20 +118,20 @@ class TokenizerSystem(System):
         self._usage.observe(seen["shares"])
 
     def _of_codes(self, passed: Pass) -> Terms:
-        """What the quantizer gives that its weights can move."""
-        names = ("commitment", "entropy") if self._usage is not None else ("commitment", "codebook")
-        return {name: getattr(passed, name) for name in names}
+        """The quantizer's terms that have a gradient."""
+        other = "codebook" if self._usage is None else "entropy"
+        return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _coding(self, terms: Terms) -> Tensor:
-        """What codes cost: (B,). Without `diversity`, whose measure moves, it can be compared between steps."""
+        """The quantizer's loss: (B,). Without `diversity`, whose reference moves, it can be compared between steps."""
         config = self.config
-        cost = config.commitment_weight * terms["commitment"]
+        commitment = config.commitment_weight * terms["commitment"]
         if self._usage is None:
-            return cost + config.codebook_weight * terms["codebook"]
-        spread = terms["entropy"]
+            return commitment + config.codebook_weight * terms["codebook"]
+        entropy = terms["entropy"]
         if "diversity" in terms:
-            spread = spread - config.diversity_gamma * terms["diversity"]
-        return cost + config.entropy_weight * spread
+            entropy = entropy - config.diversity_gamma * terms["diversity"]
+        return commitment + config.entropy_weight * entropy
 
     def _distances(self, video: Tensor, example: Example) -> Terms:
         place = self._place(example)
@@ -142,37 +140,34 @@ class TokenizerSystem(System):
 
     def _recon(self, video: Tensor, example: Example) -> Tensor:
         """Mean square error over real frames: (B,)."""
-        return _mean((video - example["x_start"]).square().flatten(2).mean(2), self._shown(example))
+        return _mean((video - example["x_start"]).square().flatten(2).mean(2), self._counted(example))
 
     def _place(self, example: Example) -> Tensor:
         """The number of a random real frame of each clip: int64 (B,)."""
-        count = covered(example["frames"], self.temporal_patch_size)
+        count = num_counted(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
-    def _shown(self, example: Example) -> Tensor:
+    def _counted(self, example: Example) -> Tensor:
         """Which frames tokens stand for: bool (B, T)."""
-        count = covered(example["frames"], self.temporal_patch_size)
-        return count[:, None] > torch.arange(example["x_start"].shape[1], device=count.device)
+        return counted_frames(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     # ------------------------------------------------------------------------------------------------------ held out
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms without adversary and diversity; psnr and ssim, means over real frames; shares of tokens, usage (B, K).
-        """
+        """Terms without adversary and diversity; psnr and ssim, means over real frames; usage (B, K), shares of ids."""
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._of_codes(passed) | self._distances(passed.video, example)
-        shown = self._shown(example)
+        counted, tokens = self._counted(example), passed.tokens
         by_frame = likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
-        by_clip = {name: _mean(values.view(shown.shape), shown) for name, values in by_frame.items()}
-        real = real_frames(example["frames"], self.temporal_patch_size, passed.tokens.shape[1])   # (B, t)
-        usage = histogram(passed.tokens, self.codebook_size, real[:, :, None, None].expand_as(passed.tokens))
+        by_clip = {name: _mean(values.view(counted.shape), counted) for name, values in by_frame.items()}
+        real = real_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])          # (B, t)
+        usage = histogram(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
-        perplexity, dead = codebook_usage(means["usage"])
-        return {"perplexity": perplexity, "dead_tokens": dead}
+        return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -180,13 +175,12 @@ class TokenizerSystem(System):
 
         After its last real frame a clip stands still.
         """
-        x = example["x_start"]
-        video = nets["tokenizer"](x, example["frames"]).video
-        last = covered(example["frames"], self.temporal_patch_size)[:, None] - 1
+        x, frames = example["x_start"], example["frames"]
+        last = num_counted(frames, self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)                           # (B, T)
-        shown = torch.cat((x, video), dim=4)[torch.arange(len(x), device=x.device)[:, None], place]
-        shown = to_uint8(shown)
-        return {"reconstruction": shown if x.shape[1] > 1 else shown[:, 0]}
+        pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
+        pairs = to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
+        return {"reconstruction": pairs if x.shape[1] > 1 else pairs[:, 0]}
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
@@ -209,8 +203,9 @@ class TokenizerSystem(System):
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Names and shapes must be ours, which are the same for any image_size and num_frames. ConfigError: the first
-        that differs, or a file of phenaki-pytorch.
+        """The state dict itself: its names and shapes do not depend on image_size or num_frames.
+
+        ConfigError: the first name or shape that is not the network's, or a file of phenaki-pytorch.
         """
         if any(".dsconv." in name for name in state):
             raise ConfigError("weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
@@ -227,17 +222,15 @@ class TokenizerSystem(System):
         return {} if self._usage is None else {"usage": self._usage.q}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        ours, theirs = ({name: tuple(q.shape) for name, q in of.items()} for of in (self.state_dict(), state))
-        if ours != theirs:
-            raise ConfigError(f"the checkpoint's state is {theirs}, the model's {ours}; set quantizer and "
+        own, saved = ({name: tuple(q.shape) for name, q in values.items()} for values in (self.state_dict(), state))
+        if own != saved:
+            raise ConfigError(f"the checkpoint's state is {saved}, the model's {own}; set quantizer and "
                               "codebook_size to those it was made with")
         if self._usage is not None:
             self._usage.q = state["usage"].clone()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Clips with keys, every third whole, every third half, every third an image; all images where clips have one
-        frame.
-        """
+        """Clips with keys, in turn whole, half and an image; images alone where clips have one frame."""
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
         video = rng.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
