@@ -171,7 +171,9 @@ class Config(SystemConfig):
         added: dict[str, Any] = {}
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
             tokenizer = codec.load(stage["path"])
-            added = codec.model_fields(tokenizer, frames)
+            p = tokenizer.temporal_patch_size
+            added = {"codebook_size": tokenizer.codebook_size, "temporal_patch_size": p,
+                     "token_shape": (1 + (frames - 1) // p, *tokenizer.codes_shape[1:])}
             stage = {**stage, "fingerprint": stage.get("fingerprint") or tokenizer.fingerprint}
         if cached:
             added["token_shape"] = codes.shape
