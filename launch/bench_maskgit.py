@@ -60,8 +60,7 @@ def main() -> None:
         for name in ("loss", "gradient"):
             assert abs(figures[name] - full[name]) <= 1e-4 * abs(full[name]), (way, name, figures, full)
     print(f"{options.batch} clips of {options.tokens} tokens, {full['rows']} masked, {options.codebook} ids, width "
-          f"{options.dim}")
-    print(f"{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}")
+          f"{options.dim}\n{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}")
     for way, figures in measured.items():
         print(f"{way:10}{figures['bytes'] / 2 ** 20:10.0f}{figures['bytes'] / full['bytes']:10.2f}"
               f"{figures['seconds']:12.2f}{figures['seconds'] / full['seconds']:10.2f}")

@@ -120,7 +120,7 @@ class Codec(Frozen):
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
-        """ConfigError where images or frames are not (channels, height, width) as this first stage's are."""
+        """ConfigError: images or frames are not (channels, height, width) as this first stage's are."""
         if shape != self.shape:
             raise ConfigError(f"data: images or frames are {shape} (channels, height, width), the first stage at "
                               f"{self.path} takes {self.shape}; set data.channels, data.height and data.image_size "
@@ -128,7 +128,7 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """ConfigError where the system of a run has no codes."""
+    """ConfigError: the system of a run has no codes."""
     if not system.encodes:
         raise ConfigError(f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
                           "name one of an autoencoder (vae) or of a video tokenizer (phenaki.tokenizer)")
@@ -145,8 +145,7 @@ def _require_export(folder: Path, key: str) -> None:
         problem = f"{folder} is a run and no export"
     elif any((folder / name).is_file() for name in ("config.json", "model_index.json")):
         problem = f"{folder} holds weights of diffusers and no recipe.yaml"
-    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER, and "
-                      "name that folder")
+    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER")
 
 
 def _weights(folder: Path, part: str) -> dict[str, Tensor]:

@@ -75,10 +75,10 @@ def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
 
 
 class PictureLoss:
-    """The perceptual distance and the adversary of a first stage; None leaves the one or the other out.
+    """The perceptual distance and the adversary of a first stage; a section that is None leaves its part out.
 
     Attributes: perceives, whether there is a perceptual term; adversarial, whether the discriminator takes part in the
-    step that `turns` was last asked for.
+    step of the last call of `turns`.
     """
 
     def __init__(self, judge: Perceptual | None, discriminator: Discriminator | None,

@@ -1,4 +1,4 @@
-"""What determines Phenaki's token models: one line for each field."""
+"""What determines Phenaki's token models: a documented field for each choice."""
 
 from typing import Annotated, Any, Literal
 
@@ -152,13 +152,11 @@ class Config(SystemConfig):
                               f"encode with --max-text-len {self.max_text_len}")
         if width is not None and fingerprint is not None and codes.text_encoder not in (None, fingerprint):
             raise ConfigError(f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
-                              f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with "
-                              "that encoder")
+                              f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or use it")
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
-                              f"data.path are of {codes.first_stage}; name the one that encoded them, or encode with "
-                              "this one")
+                              f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -198,8 +196,7 @@ class Config(SystemConfig):
             problems.append("model.train=critic: the critic would judge what untrained weights draw: give the run of a "
                             "trained MaskGit, init_from=RUN")
         if samples.prompts and self.unconditional:
-            problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "
-                            "other")
+            problems.append("samples.prompts: model.unconditional=true reads none: leave out one of the two")
         keys = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name)]
         if keys and run.every.sample and self.tokenizer is None:
             problems.append(f"{', '.join(keys)}: no tokenizer is named that decodes what is drawn; set "
@@ -209,8 +206,7 @@ class Config(SystemConfig):
                             + ("" if self.unconditional else ", and give samples.prompts"))
         draws = run.every.sample and self.tokenizer is not None
         if draws and not samples.prompts and not self.unconditional and not self.cond_drop_prob:
-            problems.append("samples.prompts: this model has no null text to draw without, since model.cond_drop_prob "
-                            "is 0; give prompts")
+            problems.append("samples.prompts: no null text to draw without, as model.cond_drop_prob=0; give prompts")
         return problems
 
     @classmethod
@@ -242,7 +238,7 @@ class Config(SystemConfig):
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def latent_frames(self, name: str, frames: int) -> int:
-        """Latent frames of that many frames. ConfigError: there are none so many, or they do not fit."""
+        """Number of latent frames of `frames` frames. ConfigError: too many, or they do not fit the temporal patch."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
             raise ConfigError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "

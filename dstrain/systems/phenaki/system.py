@@ -87,8 +87,7 @@ class PhenakiSystem(System):
             self.tokenizer()
         if self.takes_texts and source.uncaptioned:
             raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
-                              "beside each file or class folders (of clips also data.captions), or set "
-                              "model.unconditional=true")
+                              "beside files, class folders or data.captions (clips), or set model.unconditional=true")
         batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
@@ -232,8 +231,7 @@ class PhenakiSystem(System):
         if prime is not None:
             first = config.latent_frames("prime", prime.shape[1])
             if first >= latent:
-                raise ConfigError(f"prime: {prime.shape[1]} frames are given, as many as are asked for or more; give "
-                                  "fewer, or ask for more")
+                raise ConfigError(f"prime: {prime.shape[1]} frames are as many as are asked for, or more; give fewer")
             tokens[:, :first] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
             known[:, :first] = True
         video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, known, request)))

@@ -41,8 +41,7 @@ class Reader:
             encodings = batch["text_encodings"]
             if encodings.shape[-1] != width:
                 raise ConfigError(f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
-                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or give those of "
-                                  "another encoder")
+                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or encode again")
             mask = batch.get("text_mask", torch.ones_like(encodings[..., 0]))
             return {"text_encodings": encodings, "text_mask": mask.bool()}
         if width is None and "words" in batch:
@@ -80,8 +79,7 @@ class Reader:
         if self.config.unconditional:
             return {}
         if not self.config.has_null:
-            raise ConfigError("prompts: this model was never trained without a text (cond_drop_prob is 0) and draws "
-                              "for texts alone; give some")
+            raise ConfigError("prompts: a model with cond_drop_prob 0 draws for texts alone; give some")
         if self.config.text_encodings_dim is None:
             return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}
         return {"text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
@@ -111,9 +109,8 @@ class Reader:
             encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
             expected = self.config.text_encoder_fingerprint
             if expected is not None and (loaded := encoder.fingerprint()) != expected:
-                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the data's text "
-                                  f"encodings are of {expected} (text_encoder_fingerprint); name the one that made "
-                                  "them")
+                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the encodings of "
+                                  f"the data are of {expected} (text_encoder_fingerprint); name the one of the data")
             self.encoder = encoder
         return self.encoder
 

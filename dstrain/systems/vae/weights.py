@@ -20,8 +20,7 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
     """A state dict that fits `network`, which may be on the meta device, and what was changed, in words.
 
-    ConfigError: the first difference that cannot be bridged, with both shapes and the remedy; placeholders in place of
-    weights.
+    ConfigError: the first difference that cannot be bridged, with both shapes and the remedy; placeholder weights.
     """
     shapes, notes = shapes_of(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -33,16 +32,14 @@ def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> t
     other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
     if len(other_kind) == 2:
         in_file, in_recipe = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
-        raise ConfigError(f"weights: the file is of a {in_file} autoencoder, the model is model.{in_recipe}: give "
-                          f"model.{in_file} instead")
+        raise ConfigError(f"weights: the file is a {in_file} autoencoder, not model.{in_recipe}: set model.{in_file}")
     differing = {name: tuple(tensor.shape) for name, tensor in state.items() if name in shapes
                  and tuple(tensor.shape) != shapes[name]}
     if len(differing) > 1 and set(differing.values()) <= {(0,), (1,)}:
         name, shape = next(iter(differing.items()))
         raise ConfigError(f"weights: {name} has shape {shape} in the file and {shapes[name]} in the network: a "
-                          "placeholder, which ZeRO-3 leaves where a rank does not hold a weight. Gather the weights "
-                          "from the DeepSpeed folder saved beside it (vae-ds-cp, zero_to_fp32.py in it) and give that "
-                          "file")
+                          "placeholder, which ZeRO-3 leaves for a weight on other ranks. Gather the weights from the "
+                          "DeepSpeed folder beside it (vae-ds-cp, with zero_to_fp32.py) and give that file")
     for name, shape in differing.items():
         if shape == (*shapes[name], 1, 1):
             state[name] = state[name][:, :, 0, 0]                         # attention as convolutions of 1 x 1
