@@ -100,7 +100,7 @@ class PictureLoss:
                                                                 self.discriminator.n_layers)}
 
     def turns(self, part: str, step: int) -> tuple[str, ...]:
-        """The first stage's part; from its start on also the discriminator, which is then learned from, too."""
+        """The first stage's part, and the discriminator from its start on. Before that no critique is learned from."""
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
         self._penalized = self.adversarial and self.penalty is not None and step % self.penalty.every == 0

@@ -2,8 +2,8 @@
 
 Images are clips of one frame, and one batch holds both: `frames` says how many frames of each clip are real. Whatever
 is measured is a mean over a clip's real frames or tokens. Perceptual distance and adversary look at one random real
-frame of each clip: so images and clips of any length cost and count alike. An adversary of whole clips would see how
-they move, but also where their padding begins.
+frame of each clip, so images and clips of any length have the same cost and weight. An adversary of whole clips would
+see how they move, but also where their padding begins.
 
 All randomness is drawn from the samples' keys by name: frame (which one is judged), penalty.
 """
@@ -95,7 +95,7 @@ class TokenizerSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _judged(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """The terms of a video (B, T, C, H, W), and what is to descend so that it moves by them, (B,)."""
+        """The terms of a video (B, T, C, H, W), and a loss (B,) whose gradient is theirs with respect to the video."""
         place, x = self._place(example), example["x_start"]
         video = made.detach().requires_grad_()
         terms = {"recon": self._recon(video, example)}
@@ -105,7 +105,7 @@ class TokenizerSystem(System):
         if perceived := self.picture_loss.perceptual(frame, truth):
             terms |= perceived
             of_frame = self.config.perceptual.weight * gradient(terms["perceptual"], frame)
-        # Balanced as if this frame were the whole clip: in the mean over frames both then weigh by 1 / their number.
+        # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
         count = num_counted(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _frame(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.critique(nets, example, frame, truth, of_mean)
@@ -114,7 +114,7 @@ class TokenizerSystem(System):
         return terms | critique, (made * pull).flatten(1).sum(1)
 
     def observe(self, seen: Terms) -> None:
-        """The shares of codes in one global batch."""
+        """Updates the running shares of codes with those of one global batch."""
         self._usage.observe(seen["shares"])
 
     def _of_codes(self, passed: Pass) -> Terms:
