@@ -1,4 +1,4 @@
-"""Peak memory and time of MaskGit's loss with a large codebook: ours against all logits at once, on this machine.
+"""Peak memory and time of MaskGit's loss with a large codebook, in chunks and with all logits at once, on this machine.
 
     python launch/bench_maskgit.py [--batch 4 --tokens 576 --dim 256 --codebook 65536 --chunk 128 --rounds 2]
 
@@ -6,9 +6,9 @@ full       logits of every token, then the cross-entropy of the masked ones, as 
 masked     logits of the masked tokens alone, all at once
 chunked    systems/phenaki/vocabulary.py: of the masked tokens, in chunks, each with its part of the gradient
 
-All take the same states (no trunk is timed) and the same masks, cosine schedule, and give the same loss and gradients,
-which is checked. Each runs in a process of its own, on one core or on the GPU; memory is the peak above weights,
-states and their gradients. Time is the fastest round of forward and backward.
+All take the same states and masks (cosine schedule; no trunk is timed) and must give the same loss and gradients. Each
+runs in a process of its own, on one core or on the GPU. Memory is the peak above weights, states and their gradients,
+time the fastest round of forward and backward.
 
 On one core of a shared machine, float32, with the defaults (1165 of 2304 tokens masked, 65,536 ids):
 
@@ -17,8 +17,8 @@ On one core of a shared machine, float32, with the defaults (1165 of 2304 tokens
     masked       812      0.74        9.28      0.64
     chunked       99      0.09        8.00      0.55
 
-The memory of `chunked` does not grow with the batch. Chunks that were computed again backwards, rather than with their
-part of the gradient, took 1.4 times as long as `masked`.
+The memory of `chunked` does not grow with the batch. When chunks were computed again in the backward pass, instead of
+with their part of the gradient in the forward pass, it took 1.4 times as long as `masked`.
 """
 
 import argparse
@@ -51,16 +51,17 @@ def main() -> None:
     if options.way:
         print(json.dumps(measure(options)))
         return
-    found = {way: json.loads(subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way], check=True,
-                                            capture_output=True, text=True).stdout.splitlines()[-1]) for way in WAYS}
-    full = found["full"]
-    for way, figures in found.items():
+    command, measured = [sys.executable, __file__, *sys.argv[1:], "--way"], {}
+    for way in WAYS:
+        output = subprocess.run([*command, way], check=True, capture_output=True, text=True).stdout
+        measured[way] = json.loads(output.splitlines()[-1])
+    full = measured["full"]
+    for way, figures in measured.items():
         for name in ("loss", "gradient"):
             assert abs(figures[name] - full[name]) <= 1e-4 * abs(full[name]), (way, name, figures, full)
     print(f"{options.batch} clips of {options.tokens} tokens, {full['rows']} masked, {options.codebook} ids, width "
-          f"{options.dim}")
-    print(f"{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}")
-    for way, figures in found.items():
+          f"{options.dim}\n{'':10}{'MB':>10}{'/ full':>10}{'seconds':>12}{'/ full':>10}")
+    for way, figures in measured.items():
         print(f"{way:10}{figures['bytes'] / 2 ** 20:10.0f}{figures['bytes'] / full['bytes']:10.2f}"
               f"{figures['seconds']:12.2f}{figures['seconds'] / full['seconds']:10.2f}")
 
@@ -105,7 +106,7 @@ def loss_of(way: str, head: Vocabulary, states: torch.Tensor, targets: torch.Ten
 
 
 def resident(device: torch.device) -> int:
-    """Bytes that lie there now."""
+    """Bytes in memory now; on a GPU the peak is counted from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -113,7 +114,7 @@ def resident(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes since."""
+    """The most bytes in memory so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -34,8 +34,8 @@ class Autoencoder(Frozen):
 
     path            a folder with an AutoencoderKL (config.json, *.safetensors) or with a pipeline that has one in its
                     vae/, or a name on the Hugging Face hub.
-    scaling_factor  None: the one in the autoencoder's own config.
-    shift           None: likewise, shift_factor there, and 0 where the config has none.
+    scaling_factor  None: that of the autoencoder's own config.
+    shift           None: shift_factor of that config, 0 if it has none.
 
     Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels.
     Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
@@ -111,7 +111,7 @@ def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
 
 
 def _on_hub(path: str) -> bool:
-    """Whether a path that is no folder can be a name on the hub. The hub takes half a minute to say no."""
+    """Whether a path that is no folder can be a name on the hub. An unknown name would cost half a minute there."""
     owner, _, name = path.partition("/")
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()
 

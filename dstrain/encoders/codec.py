@@ -1,4 +1,4 @@
-"""A first stage of our own, frozen: an exported discrete VAE, KL autoencoder or video tokenizer encodes and decodes.
+"""A frozen first stage that dstrain trained: an exported discrete VAE, KL autoencoder or video tokenizer.
 
 Latents are those of the posterior, neither scaled nor shifted. A model that wants them at unit variance scales them
 itself and undoes it before `decode`, as encoders/autoencoder.py does with scaling_factor and shift.
@@ -27,7 +27,7 @@ class Codec(Frozen):
     key      what names that folder, for messages: a key of the recipe, or an option.
 
     Attributes, beside run, path and key:
-        fingerprint          a hash of architecture and weights, which tells first stages apart
+        fingerprint          a hash of architecture and weights, by which first stages differ
         kind                 "latents" or "tokens"
         codebook_size        number of token ids; None for latents
         of_videos            whether it takes videos; an image is then a video of one frame
@@ -87,11 +87,11 @@ class Codec(Frozen):
         are real, int64 (B,), None for all; tokens of the others mean nothing. ConfigError: pixels of another shape.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
-        if self.of_videos and pixels.ndim == 4:
-            pixels = pixels[:, None]
-        elif pixels.ndim == 5 and not self.of_videos:
+        if pixels.ndim == 5 and not self.of_videos:
             raise ConfigError(f"{self.key}: the first stage at {self.path} encodes images, and the data give videos; "
                               "name the export of a phenaki.tokenizer")
+        if pixels.ndim == 4 and self.of_videos:
+            pixels = pixels[:, None]
         count = pixels.shape[1]
         if self.of_videos and (count - 1) % self.temporal_patch_size:
             raise ConfigError(f"data.num_frames: {count} frames do not fit the temporal patch of "
@@ -120,7 +120,7 @@ class Codec(Frozen):
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
-        """ConfigError where images or frames are not (channels, height, width) as this first stage's are."""
+        """ConfigError: images or frames are not (channels, height, width) as this first stage's are."""
         if shape != self.shape:
             raise ConfigError(f"data: images or frames are {shape} (channels, height, width), the first stage at "
                               f"{self.path} takes {self.shape}; set data.channels, data.height and data.image_size "
@@ -128,14 +128,14 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """ConfigError where the system of a run has no codes."""
+    """ConfigError: the system of a run has no codes."""
     if not system.encodes:
         raise ConfigError(f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
                           "name one of an autoencoder (vae) or of a video tokenizer (phenaki.tokenizer)")
 
 
 def _require_export(folder: Path, key: str) -> None:
-    """ConfigError where a folder is none, or has no recipe beside its weights."""
+    """ConfigError: the folder does not exist, or has no recipe beside its weights."""
     if (folder / "recipe.yaml").is_file():
         return
     problem = f"{folder} holds no recipe.yaml"
@@ -145,8 +145,7 @@ def _require_export(folder: Path, key: str) -> None:
         problem = f"{folder} is a run and no export"
     elif any((folder / name).is_file() for name in ("config.json", "model_index.json")):
         problem = f"{folder} holds weights of diffusers and no recipe.yaml"
-    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER, and "
-                      "name that folder")
+    raise ConfigError(f"{key}: {problem}; write one with launch/export.py RUN --format safetensors --out FOLDER")
 
 
 def _weights(folder: Path, part: str) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
-"""What all frozen encoders share: how they stay frozen, and how they speak of a folder that does not hold one."""
+"""What all frozen encoders share: how they stay frozen, and the messages about a folder that holds none."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -15,10 +17,19 @@ class Frozen(nn.Module):
         return super().train(False)
 
 
-def require_folder(key: str, path: str, content: str) -> None:
-    """ConfigError where `path` looks like a folder and is none; any other path may be a name on the hub."""
+@contextmanager
+def loading(kind: str, key: str, path: str, content: str) -> Iterator[None]:
+    """A block that loads a `kind` of network from `path`, the value of `key`: a folder with `content`, or a hub name.
+
+    ConfigError: the path looks like a folder and is none, or the block raises OSError or ValueError.
+    """
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         raise ConfigError(f"{key}: there is no folder {path}; give one that holds {content}, or a name on the hub")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: no {kind} can be loaded from {path!r} ({one_line(error)}); give a folder with "
+                          f"{content}, or a hub name that this machine can reach") from error
 
 
 def one_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dstrain.encoders.frozen import Frozen, one_line, require_folder
+from dstrain.encoders.frozen import Frozen, loading
 from dstrain.recipe import ConfigError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -29,7 +29,8 @@ class ImageEncoder(Frozen):
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size = self.model.config.image_size
-        config = _preprocessing(path)
+        file = Path(path) / "preprocessor_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, values in (("mean", config.get("image_mean", CLIP_MEAN)), ("std", config.get("image_std", CLIP_STD))):
             # float32 even where zero.Init creates tensors in the compute dtype, whose rounding would shift every pixel.
             self.register_buffer(name, torch.tensor(values).float().view(3, 1, 1), persistent=False)
@@ -51,20 +52,10 @@ def _load(path: str) -> tuple[nn.Module, nn.Module]:
     # Slow to import, and only users of images need it.
     from transformers import AutoConfig, CLIPModel, CLIPVisionModelWithProjection
 
-    require_folder("image_encoder", path, "config.json and *.safetensors")
-    try:
-        kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
+    kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
+    with loading("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:
             raise ConfigError(f"it is of type {kind}, and only CLIP is known here")
         model = kinds[kind].from_pretrained(path, use_safetensors=True)
         return model.vision_model, model.visual_projection
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"image_encoder: no CLIP model can be loaded from {path!r} ({one_line(error)}); give a "
-                          "folder with config.json and *.safetensors, or a hub name that this machine can "
-                          "reach") from error
-
-
-def _preprocessing(path: str) -> dict:
-    file = Path(path) / "preprocessor_config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import fingerprint
-from dstrain.encoders.frozen import Frozen, one_line, require_folder
+from dstrain.encoders.frozen import Frozen, loading
 from dstrain.recipe import ConfigError
 
 
@@ -36,13 +36,13 @@ class TextEncoder(Frozen):
         super().__init__()
         self.model, self.projection, self.tokenizer = _load(path)
         self.pooling = _pooling(path) if self.projection is None else "projection"
-        _require_padding(self.tokenizer, path)
+        _set_padding(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
         longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)      # T5 has no such bound
         if max_length is not None and max_length > longest:
-            raise ConfigError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}: give no "
-                              "more")
+            raise ConfigError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}: give "
+                              f"{longest} at most")
         self.max_length = max_length or longest
         self.encodings_dim = config.hidden_size
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
@@ -61,7 +61,7 @@ class TextEncoder(Frozen):
         device = next(self.model.parameters()).device
         tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=self.max_length,
                                 return_tensors="pt")
-        ids, mask = sent(tokens["input_ids"], device), sent(tokens["attention_mask"], device)     # (N, L)
+        ids, mask = (to_device(tokens[name], device) for name in ("input_ids", "attention_mask"))          # (N, L)
         out = self.model(input_ids=ids, attention_mask=mask)
         encodings = out.last_hidden_state.float()                                                 # (N, L, E)
         if self.projection is not None:
@@ -74,7 +74,7 @@ class TextEncoder(Frozen):
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
@@ -91,22 +91,17 @@ def _load(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     # Slow to import, and only users of captions need it.
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel, CLIPTextModelWithProjection
 
-    require_folder("text_encoder", path, "config.json, *.safetensors and the tokenizer's files")
-    try:
-        kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
+    kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection}
+    with loading("text encoder", "text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
         kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModel)
         model, tokenizer = kind.from_pretrained(path, use_safetensors=True), AutoTokenizer.from_pretrained(path)
         if kind is not AutoModel:
             return model.text_model, model.text_projection, tokenizer
         return model.get_encoder() if model.config.is_encoder_decoder else model, None, tokenizer
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"text_encoder: no text encoder can be loaded from {path!r} ({one_line(error)}); give a "
-                          "folder with config.json, *.safetensors and the tokenizer's files, or a hub name that this "
-                          "machine can reach") from error
 
 
-def _require_padding(tokenizer: Any, path: str) -> None:
-    """Makes a tokenizer pad short texts at their end, with pad_token or else eos_token; the mask hides padding."""
+def _set_padding(tokenizer: Any, path: str) -> None:
+    """Makes a tokenizer pad short texts at their end, with pad_token or else eos_token. ConfigError: it has neither."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(f"text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
                           "texts with; name one as pad_token in its tokenizer_config.json")
@@ -116,13 +111,12 @@ def _require_padding(tokenizer: Any, path: str) -> None:
 
 
 def _pooling(path: str) -> str:
-    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: neither of these."""
-    modules = _json(path, "modules.json") or []
-    others = [kind for kind in (str(module.get("type", "")).rpartition(".")[2] for module in modules)
-              if kind not in ("Transformer", "Pooling", "Normalize")]
-    if others:
-        raise ConfigError(f"text_encoder: {path} ends with a layer of kind {others[0]} (modules.json), which is not "
-                          "read here; take an encoder without it")
+    """How a sentence encoder makes one vector of its token states: mean or cls. ConfigError: in another way."""
+    for module in _json(path, "modules.json") or []:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(f"text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
+                              "read here; take an encoder without it")
     config = _json(path, "1_Pooling/config.json")
     if config is None:
         return "mean"
@@ -137,7 +131,7 @@ def _pooling(path: str) -> str:
 
 
 def _json(path: str, name: str) -> Any:
-    """A JSON file of an encoder's folder or hub page, None where there is none."""
+    """A JSON file of an encoder's folder or hub page; None: it has none of that name."""
     from transformers.utils import cached_file
 
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False,

@@ -100,14 +100,6 @@ def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -
     return (reconstruction / (critique + 1e-4)).clamp(max=most)
 
 
-def critique_weight(of_mean: Tensor, of_critique: Tensor, share: float, values: int) -> Tensor:
-    """The critique's weight, `share` times the balance, beside a loss that is a mean over `values` of an image: (B,).
-
-    `of_mean` is the gradient of that mean. LDM balances sums over the values of an image.
-    """
-    return share / values * balance(values * of_mean, of_critique)
-
-
 def gradient(values: Tensor, picture: Tensor) -> Tensor:
     """The gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
     return torch.autograd.grad(values.sum(), picture)[0]

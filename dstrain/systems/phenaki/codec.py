@@ -15,14 +15,8 @@ def load(path: str) -> Codec:
     return codec
 
 
-def model_fields(codec: Codec, num_frames: int) -> dict[str, Any]:
-    """Fields of a model of clips with that many frames: codebook_size, temporal_patch_size, token_shape."""
-    return {"codebook_size": codec.codebook_size, "temporal_patch_size": codec.temporal_patch_size,
-            "token_shape": (1 + (num_frames - 1) // codec.temporal_patch_size, *codec.codes_shape[1:])}
-
-
 def require_fit(codec: Codec, config: Any) -> None:
-    """ConfigError where a model's config asks for another tokenizer than this one."""
+    """ConfigError: a model's config asks for another tokenizer than this one."""
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):
         raise ConfigError(f"tokenizer.path: {path} is the tokenizer {codec.fingerprint}, this model was trained with "

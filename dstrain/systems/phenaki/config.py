@@ -1,4 +1,4 @@
-"""What determines Phenaki's token models: one line for each field."""
+"""What determines Phenaki's token models: a documented field for each choice."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.phenaki import codec
-from dstrain.systems.phenaki.decoding import Choices, NOISE_SCHEDULES
 
 SAMPLERS = ("confidence", "critic")
 
@@ -16,31 +15,37 @@ class Tokenizer(Section):
     path: Annotated[str, filled_in()]
     """Folder of a trained tokenizer: launch/export.py RUN --format safetensors --out FOLDER."""
     fingerprint: Annotated[str | None, filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
-    """The only tokenizer that is taken; None takes any, and writes a folder's down."""
+    """The only tokenizer that is accepted; None accepts any, and writes down that of the folder."""
 
 
 class Codes(Section):
     shape: tuple[int, ...]
     """Latent frames, height and width of a clip's tokens."""
     codebook_size: int | None
-    """Ids that there may be; None in an older index."""
+    """Number of ids; None in an older index."""
     first_stage: str
-    """Fingerprint of the tokenizer that they are of."""
+    """Fingerprint of the tokenizer that made them."""
     text: tuple[int, int] | None
     """Tokens and width of the text encodings beside them; None: there are none."""
     text_encoder: Annotated[str | None, filled_in("give the data.path of the earlier latents")] = None
-    """Fingerprint of the encoder that these are of."""
+    """Fingerprint of the encoder that made these."""
 
 
 class Decoding(Section):
+    """How a step of decoding.py draws ids, and which of them it masks again."""
+
     sample_temperature: Annotated[float, MAY_CHANGE] = Field(0.9, ge=0)
     """Of the drawn ids at the first step; falls to 0 at the last."""
     confidence_temperature: Annotated[float, MAY_CHANGE] = Field(4.5, ge=0)
     """Weight of the Gumbel noise on confidences at the first step; falls to 0 at the last."""
     critic_noise: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
     """Width of the uniform noise on the critic's logits."""
-    critic_noise_schedule: Annotated[Literal[NOISE_SCHEDULES], MAY_CHANGE] = "decay"
+    critic_noise_schedule: Annotated[Literal["fixed", "decay", "increase"], MAY_CHANGE] = "decay"
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
+
+    def noise_at(self, done: float) -> float:
+        """The critic noise of a step, at the end of which the share `done` of all steps is done."""
+        return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
 
 class Config(SystemConfig):
@@ -51,13 +56,13 @@ class Config(SystemConfig):
     token_shape: tuple[int, int, int]
     """Latent frames, height and width of the longest clip's tokens; filled in from the cache or the tokenizer."""
     codebook_size: int = Field(ge=2)
-    """Ids of the tokenizer, the mask token not among them; filled in as above."""
+    """Number of ids of the tokenizer, without the mask token; filled in as above."""
     temporal_patch_size: int = Field(2, ge=1)
-    """Frames of a latent frame behind the first, which is one frame; filled in as above."""
+    """Frames of each latent frame after the first, which is one frame; filled in as above."""
     tokenizer: Tokenizer | None = None
-    """What encodes videos and decodes samples; None learns from cached tokens, and draws nothing."""
+    """Encodes videos and decodes samples; None: the model learns from cached tokens and draws nothing."""
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
-    """Tokens that data.path holds ready, filled in from its index."""
+    """What the index of data.path says of cached tokens, filled in; None: the data hold none."""
 
     dim: int = Field(512, ge=1)
     """Width of a token."""
@@ -76,18 +81,18 @@ class Config(SystemConfig):
     recompute: Annotated[bool, MAY_CHANGE] = False
     """Compute blocks again in backward instead of keeping their activations."""
     loss_chunk: Annotated[int, MAY_CHANGE] = Field(512, ge=1)
-    """Masked tokens whose logits stand in memory at once."""
+    """Masked tokens whose logits are in memory at once."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all ids."""
 
     unconditional: bool = False
-    """Reads no texts and has no weights for them."""
+    """Whether the model reads no texts and has no weights for them."""
     text_encoder: Annotated[str | None, filled_in()] = None
     """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
     text_encoder_fingerprint: Annotated[str | None, filled_in()] = None
-    """The only text encoder that is taken; filled in from the cache; None takes any."""
+    """The only text encoder that is accepted; filled in from the cache; None accepts any."""
     max_text_len: int = Field(64, ge=1)
     """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""
     num_words: int = Field(8192, ge=2)
@@ -96,7 +101,7 @@ class Config(SystemConfig):
     """Share of training samples whose text is dropped; 0 leaves out the null text, and with it guidance."""
 
     critic: Literal["token", "self"] | None = None
-    """What guides decoding: token, a network of its own; self, a head on MaskGit; None, the confidence alone."""
+    """Guides decoding: token, a network of its own; self, a head on MaskGit; None, the confidence alone."""
     critic_depth: int | None = Field(None, ge=1)
     """Blocks of the token critic; None means depth."""
     critic_train_sample_temperature: float = Field(1.0, ge=0)
@@ -130,100 +135,92 @@ class Config(SystemConfig):
         return self
 
     def _check_codes(self, codes: Codes) -> None:
-        """Whether the model is of what the data hold."""
+        """ConfigError: the tokens or text encodings in data.path are not those of the model."""
         if codes.codebook_size not in (None, self.codebook_size):
             raise ConfigError(f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
                               f"{codes.codebook_size}; set model.codebook_size={codes.codebook_size}")
         if tuple(codes.shape) != self.token_shape:
             raise ConfigError(f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
                               "(latent frames, height, width); leave model.token_shape out, or encode other clips")
-        ours = self.text_encodings_dim
-        if codes.text is not None and ours is not None and codes.text[1] != ours:
-            raise ConfigError(f"text_encodings_dim {ours}: the encodings in data.path are {codes.text[1]} wide; set "
+        width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
+        if codes.text is not None and width not in (None, codes.text[1]):
+            raise ConfigError(f"text_encodings_dim {width}: the encodings in data.path are {codes.text[1]} wide; set "
                               f"model.text_encodings_dim={codes.text[1]}, or encode with another text encoder")
-        if codes.text is not None and ours is not None and codes.text[0] != self.max_text_len:
+        if codes.text is not None and width is not None and codes.text[0] != self.max_text_len:
             raise ConfigError(f"max_text_len {self.max_text_len}: the encodings in data.path are of {codes.text[0]} "
                               f"tokens, and prompts would be cut elsewhere; set model.max_text_len={codes.text[0]}, or "
                               f"encode with --max-text-len {self.max_text_len}")
-        wanted = self.text_encoder_fingerprint
-        if ours is not None and None not in (wanted, codes.text_encoder) and codes.text_encoder != wanted:
-            raise ConfigError(f"text_encoder_fingerprint {wanted}: the encodings in data.path are of the text encoder "
-                              f"{codes.text_encoder}; leave model.text_encoder_fingerprint out, or encode with that "
-                              "encoder")
+        if width is not None and fingerprint is not None and codes.text_encoder not in (None, fingerprint):
+            raise ConfigError(f"text_encoder_fingerprint {fingerprint}: the encodings in data.path are of the text "
+                              f"encoder {codes.text_encoder}; leave model.text_encoder_fingerprint out, or use it")
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(f"tokenizer.path: {self.tokenizer.path} is the tokenizer {expected}, the tokens in "
-                              f"data.path are of {codes.first_stage}; name the one that encoded them, or encode with "
-                              "this one")
+                              f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one")
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what tokenizer and cache say where it is silent."""
-        said: dict[str, Any] = {}
-        stage, codes = model.get("tokenizer"), run.data.codes
-        frames = run.data.num_frames or 1
-        tokens = codes is not None and codes.kind == "tokens"
-        if not stage and not tokens and not model.get("token_shape"):
+        """The section; the fields that it leaves out are taken from the tokenizer and the cache."""
+        stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
+        cached = codes is not None and codes.kind == "tokens"
+        if not stage and not cached and not model.get("token_shape"):
             raise ConfigError(f"model.tokenizer: data.path={run.data.path} holds no cached tokens, and no tokenizer is "
                               "named that encodes it; set model.tokenizer.path, or cache tokens with launch/encode.py")
+        added: dict[str, Any] = {}
         if isinstance(stage, dict) and isinstance(stage.get("path"), str):
             tokenizer = codec.load(stage["path"])
-            said |= codec.model_fields(tokenizer, frames)
+            p = tokenizer.temporal_patch_size
+            added = {"codebook_size": tokenizer.codebook_size, "temporal_patch_size": p,
+                     "token_shape": (1 + (frames - 1) // p, *tokenizer.codes_shape[1:])}
             stage = {**stage, "fingerprint": stage.get("fingerprint") or tokenizer.fingerprint}
-        # Always the index's: a written-down section may be of another cache.
-        ready: dict[str, Any] = {"codes": None}
-        if tokens:
-            ready = {"codes": {"shape": codes.shape, **{name: getattr(codes, name) for name in (
-                "codebook_size", "first_stage", "text", "text_encoder")}}}
-            said["token_shape"] = codes.shape
+        if cached:
+            added["token_shape"] = codes.shape
             if codes.shape[0] > 1 and frames > 1:
-                said.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
+                added.setdefault("temporal_patch_size", max((frames - 1) // (codes.shape[0] - 1), 1))
             if codes.codebook_size:
-                said["codebook_size"] = codes.codebook_size
-            hashes = "text_encodings_dim" in model and model["text_encodings_dim"] is None
-            if ready["codes"]["text"] and not model.get("unconditional") and not hashes:
-                said |= {"text_encodings_dim": codes.text[1], "max_text_len": codes.text[0],
-                         "text_encoder_fingerprint": ready["codes"]["text_encoder"]}
-        return {**said, **model, **ready, **({"tokenizer": stage} if stage else {})}
+                added["codebook_size"] = codes.codebook_size
+            hashes = model.get("text_encodings_dim", "absent") is None
+            if codes.text and not model.get("unconditional") and not hashes:
+                added |= {"text_encodings_dim": codes.text[1], "max_text_len": codes.text[0],
+                          "text_encoder_fingerprint": codes.text_encoder}
+        # Always from the index of these data: a section that a run wrote down may be of another cache.
+        index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
+        return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = [], run.samples
-        drawn = run.every.sample and self.tokenizer is not None
         if samples.guidance_scale != 1 and not self.has_null:
             problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                             "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25")
         if self.train == "critic" and run.init_from is None:
             problems.append("model.train=critic: the critic would judge what untrained weights draw: give the run of a "
                             "trained MaskGit, init_from=RUN")
-        prompts = samples.prompts
-        if prompts and self.unconditional:
-            problems.append("samples.prompts are given, and model.unconditional reads none: leave out the one or the "
-                            "other")
-        given = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name)]
-        if given and run.every.sample and self.tokenizer is None:
-            problems.append(f"{', '.join(given)}: no tokenizer is named that decodes what is drawn; set "
+        if samples.prompts and self.unconditional:
+            problems.append("samples.prompts: model.unconditional=true reads none: leave out one of the two")
+        keys = [f"samples.{name}" for name in ("prompts", "num_frames") if getattr(samples, name)]
+        if keys and run.every.sample and self.tokenizer is None:
+            problems.append(f"{', '.join(keys)}: no tokenizer is named that decodes what is drawn; set "
                             "model.tokenizer.path to its folder, or every.sample=0")
         if samples.labels:
             problems.append(f"samples.labels={list(samples.labels)}: phenaki knows no classes; leave it out"
                             + ("" if self.unconditional else ", and give samples.prompts"))
-        if drawn and not prompts and not self.unconditional and not self.cond_drop_prob:
-            problems.append("samples.prompts: this model has no null text to draw without, since model.cond_drop_prob "
-                            "is 0; give prompts")
+        draws = run.every.sample and self.tokenizer is not None
+        if draws and not samples.prompts and not self.unconditional and not self.cond_drop_prob:
+            problems.append("samples.prompts: no null text to draw without, as model.cond_drop_prob=0; give prompts")
         return problems
 
     @classmethod
     def with_encoders(cls, model: dict[str, Any], text_encoder: str | None = None,
                       tokenizer: str | None = None) -> dict[str, Any]:
-        changed: dict[str, Any] = {}
         if text_encoder is not None:
             if model.get("unconditional"):
                 raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
             if model.get("text_encodings_dim") is None:
                 raise ConfigError("--text-encoder: the model hashes words and reads no encoder; leave it out")
-            changed["text_encoder"] = text_encoder
+            model = model | {"text_encoder": text_encoder}
         if tokenizer is not None:
-            changed["tokenizer"] = (model.get("tokenizer") or {}) | {"path": tokenizer}
-        return model | changed
+            model = model | {"tokenizer": (model.get("tokenizer") or {}) | {"path": tokenizer}}
+        return model
 
     @property
     def samplers(self) -> tuple[str, ...]:
@@ -241,7 +238,7 @@ class Config(SystemConfig):
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def latent_frames(self, name: str, frames: int) -> int:
-        """Latent frames of that many frames. ConfigError: there are none so many, or they do not fit."""
+        """Number of latent frames of `frames` frames. ConfigError: too many, or they do not fit the temporal patch."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
             raise ConfigError(f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
@@ -250,10 +247,6 @@ class Config(SystemConfig):
             raise ConfigError(f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
                               "go on from the last ones (--scenes)")
         return 1 + (frames - 1) // step
-
-    @property
-    def choices(self) -> Choices:
-        return Choices(**self.decoding.model_dump())
 
     def trunk(self) -> dict[str, Any]:
         """The keyword arguments of Trunk."""

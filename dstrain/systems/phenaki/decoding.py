@@ -1,7 +1,7 @@
 """Iterative decoding of masked tokens: MaskGIT (Chang et al. 2022, section 3.2) and Token-Critic (Lezama et al. 2022,
-section 3.2). Given tokens stay as they are.
+section 3.2). Known tokens stay as they are.
 
-Notation: B samples of N tokens in the grid (t, h, w), n of them not given; S steps. Step i = 0 .. S - 1 draws ids for
+Notation: B samples of N tokens in the grid (t, h, w), n of them unknown; S steps. Step i = 0 .. S - 1 draws ids for
 all mask tokens. Then it masks the floor(n cos(pi/2 (i + 1) / S)) tokens of lowest confidence again; the last step masks
 none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
 
@@ -13,8 +13,6 @@ All randomness is drawn from the samples' keys by name: token/i, choice/i, criti
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.nn.quantize import gumbel
 from dstrain.recipe import ConfigError
+from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.masking import lowest, ratio
 
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
@@ -29,39 +28,22 @@ from dstrain.systems.phenaki.masking import lowest, ratio
 Predict = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 Criticize = Callable[[Tensor], Tensor]            # tokens -> logits of "was replaced", (B, t, h, w) both
 
-NOISE_SCHEDULES = ("fixed", "decay", "increase")
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How a step draws ids, and which of them it masks again."""
-
-    sample_temperature: float = 0.9               # of the ids, annealed
-    confidence_temperature: float = 4.5           # of the confidence without a critic, annealed
-    critic_noise: float = 1.0                     # width of the uniform noise with a critic
-    critic_noise_schedule: Literal["fixed", "decay", "increase"] = "decay"
-
-    def noise_at(self, step: int, num_steps: int) -> float:
-        """The critic noise of a step: constant, falling to 0, or growing to its full width at the last step."""
-        done = (step + 1) / num_steps
-        return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
-
 
 @torch.no_grad()
-def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key: Tensor, num_steps: int = 18,
-           choices: Choices = Choices(), criticize: Criticize | None = None) -> Tensor:
-    """Tokens int64 (B, t, h, w), of which those that are not `given` have been drawn; no mask token is left.
+def decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key: Tensor, num_steps: int = 18,
+           choices: Decoding = Decoding(), criticize: Criticize | None = None) -> Tensor:
+    """Tokens int64 (B, t, h, w), of which those that are not `known` have been drawn; no mask token is left.
 
-    given  bool (B, t, h, w): tokens that are known (frames to continue) or do not matter (padding).
+    known  bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
     key    int64 (B,).
     ConfigError: less than one step.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     shape, count = tokens.shape, tokens[0].numel()
-    free = ~given.flatten(1)                                                                      # (B, N)
+    free = ~known.flatten(1)                                                                      # (B, N)
     num_free = free.sum(1)                                                                        # (B,)
-    tokens = torch.where(given, tokens, mask_token).flatten(1)                                    # (B, N)
+    tokens = torch.where(known, tokens, mask_token).flatten(1)                                    # (B, N)
     for step in range(num_steps):
         done = (step + 1) / num_steps
         masked = tokens == mask_token
@@ -70,16 +52,15 @@ def decode(predict: Predict, tokens: Tensor, given: Tensor, mask_token: int, key
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
-        left = (num_free * ratio(torch.full_like(num_free, done, dtype=torch.float64))).floor().long()
+        again = (num_free * ratio(torch.full_like(num_free, done, dtype=torch.float64))).floor().long()
         if criticize is None:
             confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
                 key, f"choice/{step}", (count,))
-            left = torch.minimum(left, (masked.sum(1) - 1).clamp(min=0))       # each step draws one token at least
+            again = torch.minimum(again, (masked.sum(1) - 1).clamp(min=0))       # each step draws one token at least
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
-            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(step, num_steps) * noise
+            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(done) * noise
             eligible = free
-        again = lowest(torch.where(eligible, confidence, torch.inf), left)
-        tokens = torch.where(again, mask_token, tokens)
+        tokens = torch.where(lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
     return tokens.view(shape)

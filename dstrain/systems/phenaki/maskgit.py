@@ -189,8 +189,8 @@ class Text(nn.Module):
 class Pending:
     """The indices where a mask is true. Their number is copied to the host while the device works on.
 
-    The copy starts here and is read in `places`, after the trunk has been launched. So the host waits for what was
-    launched before the trunk, and never for the trunk itself.
+    The copy starts in the constructor and is read in `places`, after the trunk has been launched. So the host waits for
+    what was launched before the trunk, and never for the trunk itself.
     """
 
     def __init__(self, mask: Tensor) -> None:

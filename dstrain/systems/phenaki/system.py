@@ -1,11 +1,11 @@
-"""Phenaki's token models as a system: MaskGit and, where wanted, a critic; Villegas et al. 2022, section 2.2.
+"""Phenaki's token models as a system: MaskGit and, if the config has one, a critic; Villegas et al. 2022, section 2.2.
 
-Parts: `maskgit`, and `critic` where model.critic is token (a self critic is a head of maskgit). Both are shown the same
-clips: MaskGit's turn draws ids for the masked tokens, which the critic's turn tells from the true ones. An id that was
-drawn and is right is not "replaced"; tokens that were not masked are true and nothing to learn from.
+Parts: `maskgit`, and `critic` where model.critic is token (a self critic is a head of maskgit). Both see the same
+clips: MaskGit's turn draws ids for the masked tokens, and the critic's turn tells them from the true ones. A drawn id
+that is right is not "replaced". The critic learns nothing from tokens that were not masked, since they are all true.
 
-Each masked token counts alike, whichever clip it is of, as in MaskGIT's mean over a batch; so that a sample's loss is
-its own, its sum is divided by the expected number of masked tokens, 2 / pi of its real ones.
+Every masked token has the same weight, whichever clip it is of, as in MaskGIT's mean over a batch. A sample's loss must
+not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of its real ones.
 
 All randomness is drawn from the samples' keys by name: mask_ratio, mask, drop (of the text), filled (ids for the
 critic); in generation those of decoding.py.
@@ -73,12 +73,12 @@ class PhenakiSystem(System):
         else:
             raise ConfigError("data: phenaki learns from videos or their tokens, and the data give neither: name a "
                               "folder of videos, or one that launch/encode.py made of them")
-        found = tuple(example["tokens"].shape[1:])
-        if found != self.config.token_shape:
-            raise ConfigError(f"data: clips have {found} tokens (latent frames, height, width), the model "
+        shape = tuple(example["tokens"].shape[1:])
+        if shape != self.config.token_shape:
+            raise ConfigError(f"data: clips have {shape} tokens (latent frames, height, width), the model "
                               f"{self.config.token_shape}; leave model.token_shape out, or encode other clips")
         if frames is not None:
-            example["real"] = real_frames(frames, self.temporal_patch_size, found[0])
+            example["real"] = real_frames(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
@@ -87,8 +87,7 @@ class PhenakiSystem(System):
             self.tokenizer()
         if self.takes_texts and source.uncaptioned:
             raise ConfigError(f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
-                              "beside each file or class folders (of clips also data.captions), or set "
-                              "model.unconditional=true")
+                              "beside files, class folders or data.captions (clips), or set model.unconditional=true")
         batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
@@ -99,7 +98,7 @@ class PhenakiSystem(System):
         return source.fingerprint() + self.texts.fingerprint()
 
     def tokenizer(self, device: torch.device | None = None) -> Codec:
-        """The frozen tokenizer, loaded where it is first needed: cached tokens need none. None leaves it in place."""
+        """The frozen tokenizer, loaded at the first call: cached tokens need none. `device` None leaves it in place."""
         if self._tokenizer is None:
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
@@ -145,12 +144,10 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms (B,) with every text in place: cross_entropy and accuracy at masked tokens, those of a critic that
-        learns. `loss` is the critic's where it learns alone.
-        """
+        """Terms (B,) with no text dropped, also those of a critic that learns; `loss` is its own if it learns alone."""
         example = dict(example)
         passed, terms = self._masked_pass(nets, example, None)
-        if self.config.critic is None or self.config.train == "maskgit":          # then no ids are drawn for a critic
+        if self.config.critic is None or self.config.train == "maskgit":          # no ids were drawn for a critic
             return terms
         logits = passed.critic
         if "critic" in self.parts:
@@ -162,46 +159,43 @@ class PhenakiSystem(System):
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _dropped(self, example: Example) -> Tensor | None:
-        """Whose text is dropped: bool (B,)."""
-        if not self.config.has_null:
-            return None
-        return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob
+        """Whose text is dropped: bool (B,); None: nobody's."""
+        return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
     def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
         """MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
         masked, total = self._masked(example), self._total(example)
         weights = 1 / (masking.MEAN_RATIO * total)                                                # (B,)
-        said = {"real": example.get("real"), "dropped": dropped} | chosen(example)
+        conditions = {"real": example.get("real"), "dropped": dropped} | chosen(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
             drawn = {"uniforms": rng.uniform(example["key"], "filled", (self.count,)),
                      "temperature": self.config.critic_train_sample_temperature}
         if self.config.critic == "self":
             with torch.no_grad():
-                example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **said, **drawn).filled
+                example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **conditions, **drawn).filled
             drawn = {"replaced": example["filled"]}
-        passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **said, **drawn)
+        passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **conditions, **drawn)
         count = masked.flatten(1).sum(1)
         return passed, {"loss": passed.loss * weights, "cross_entropy": passed.loss / count,
                         "accuracy": passed.hits / count, "quartile": (4 * count // total).clamp(max=3)}
 
     def _masked(self, example: Example) -> Tensor:
-        """Which tokens are hidden, bool (B, t, h, w): a function of the key, kept in the example."""
-        if "masked" in example:
-            return example["masked"]
-        key, shape = example["key"], example["tokens"].shape
-        real = torch.ones(shape, dtype=torch.bool, device=key.device)
-        if "real" in example:
-            real = example["real"][:, :, None, None].expand(shape)
-        noise = rng.uniform(key, "mask", (self.count,))
-        example["masked"] = masking.mask(rng.uniform(key, "mask_ratio"), noise, real.flatten(1)).view(shape)
+        """Which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
+        if "masked" not in example:
+            key, shape = example["key"], example["tokens"].shape
+            noise, ratio = rng.uniform(key, "mask", (self.count,)), rng.uniform(key, "mask_ratio")
+            real = self._real(example)[:, :, None, None].expand(shape)
+            example["masked"] = masking.mask(ratio, noise, real.flatten(1)).view(shape)
         return example["masked"]
 
     def _total(self, example: Example) -> Tensor:
-        """Real tokens, int64 (B,)."""
-        if "real" not in example:
-            return torch.full_like(example["key"], self.count)
-        return example["real"].sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+        """Number of real tokens, int64 (B,)."""
+        return self._real(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+
+    def _real(self, example: Example) -> Tensor:
+        """Which latent frames are no padding, bool (B, t)."""
+        return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _criticism(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
         return critic(example["filled"], example.get("real"), dropped, **chosen(example))
@@ -229,23 +223,22 @@ class PhenakiSystem(System):
         if request.guidance_scale != 1 and not config.has_null:
             raise ConfigError("guidance_scale: this model has no null text, since it is unconditional or its "
                               "cond_drop_prob is 0; sample with guidance_scale 1")
-        latent = self.config.latent_frames("num_frames", request.num_frames or self.num_frames)
+        latent = config.latent_frames("num_frames", request.num_frames or self.num_frames)
         tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
         shape = (len(request.seeds), latent, *config.token_shape[1:])
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        given = torch.zeros(shape, dtype=torch.bool, device=device)
+        known = torch.zeros(shape, dtype=torch.bool, device=device)
         if prime is not None:
-            known = self.config.latent_frames("prime", prime.shape[1])
-            if known >= latent:
-                raise ConfigError(f"prime: {prime.shape[1]} frames are given, as many as are asked for or more; give "
-                                  "fewer, or ask for more")
-            tokens[:, :known] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
-            given[:, :known] = True
-        video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, given, request)))
+            first = config.latent_frames("prime", prime.shape[1])
+            if first >= latent:
+                raise ConfigError(f"prime: {prime.shape[1]} frames are as many as are asked for, or more; give fewer")
+            tokens[:, :first] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
+            known[:, :first] = True
+        video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, known, request)))
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1]:]), dim=1)
 
-    def draw_tokens(self, nets: Nets, tokens: Tensor, given: Tensor, request: Request) -> Tensor:
-        """Tokens int64 (N, t, h, w) for a request, those that are `given`, bool alike, kept. See decoding.decode."""
+    def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
+        """Tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See decoding.py."""
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
         text = {name: value.to(tokens.device) for name, value in text.items()}
@@ -258,14 +251,14 @@ class PhenakiSystem(System):
         elif led_by_critic:
             criticize = lambda x: nets["critic"](x, real, None, **text)
         if real is not None:
-            given = given | ~real[:, :, None, None]
-        return decode(predict, tokens, given, network.mask_token, rng.keys_of_seeds(request.seeds),
-                      request.num_steps, self.config.choices, criticize)
+            known = known | ~real[:, :, None, None]
+        return decode(predict, tokens, known, network.mask_token, rng.keys_of_seeds(request.seeds),
+                      request.num_steps, self.config.decoding, criticize)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Texts without a word, (num, ...). ConfigError: the model has none such, or labels are given."""
+        """The inputs of `num` empty texts, (num, ...). ConfigError: the model has no null text, or labels are given."""
         if labels is not None:
             raise ConfigError(f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
                               + ("" if self.config.unconditional else ", and give texts (--prompts FILE)"))
@@ -286,7 +279,7 @@ class PhenakiSystem(System):
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Matrices and filters: not embeddings of places and of the null text, which are single vectors."""
+        """Matrices and filters; not the embeddings of places and of the null text, which are single vectors."""
         return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
@@ -299,15 +292,15 @@ class PhenakiSystem(System):
         """Tokens and texts as a cache holds them, clips of random length."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
+        config, longest = self.config, self.config.max_text_len
         batch = {"key": key, "position": positions,
-                 "tokens": rng.integers(key, "tokens", self.config.codebook_size, self.config.token_shape),
+                 "tokens": rng.integers(key, "tokens", config.codebook_size, config.token_shape),
                  "frames": 1 + rng.integers(key, "frames", self.num_frames)}
-        if width := self.config.text_encodings_dim:
-            length = 1 + rng.integers(key, "length", self.config.max_text_len)
-            batch["text_encodings"] = rng.normal(key, "text_encodings", (self.config.max_text_len, width))
-            batch["text_mask"] = torch.arange(self.config.max_text_len) < length[:, None]
-        elif not self.config.unconditional:
-            words = rng.integers(key, "words", 1000, (min(self.config.max_text_len, 8),)).tolist()
+        if width := config.text_encodings_dim:
+            batch["text_encodings"] = rng.normal(key, "text_encodings", (longest, width))
+            batch["text_mask"] = torch.arange(longest) < 1 + rng.integers(key, "length", longest)[:, None]
+        elif not config.unconditional:
+            words = rng.integers(key, "words", 1000, (min(longest, 8),)).tolist()
             batch["caption"] = packed([" ".join(f"w{word}" for word in row) for row in words])
         return batch
 

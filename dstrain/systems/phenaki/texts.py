@@ -11,7 +11,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dstrain.encoders.text import TextEncoder, captions_of, sent
+from dstrain.encoders.text import TextEncoder, captions_of, to_device
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Config
 
@@ -19,7 +19,7 @@ NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
 _CAPTION_BYTES = 512                              # size of a caption in a batch
 _PROMPTS = 64                                     # texts encoded at once
-_KEPT = 256                                       # most texts whose inputs are kept for the next call
+_REMEMBERED = 256                                 # most texts whose inputs are remembered for the next call
 
 TextInputs = dict[str, Tensor]                    # words int64 (N, L); or text_encodings (N, L, E), text_mask (N, L)
 
@@ -30,7 +30,7 @@ class Reader:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.encoder: TextEncoder | None = None
-        self._kept: tuple[dict[str, int], TextInputs] = {}, {}           # row of each text of the last call; the rows
+        self._last: tuple[dict[str, int], TextInputs] = {}, {}           # row of each text of the last call; the rows
 
     def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
         """From encodings, or captions as UTF-8. ConfigError: the batch has neither, or encodings of another width."""
@@ -41,35 +41,35 @@ class Reader:
             encodings = batch["text_encodings"]
             if encodings.shape[-1] != width:
                 raise ConfigError(f"data: text_encodings are {encodings.shape[-1]} wide in the data and {width} in the "
-                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or give those of "
-                                  "another encoder")
-            mask = batch.get("text_mask", torch.ones(encodings.shape[:2], device=encodings.device)).bool()
-            return {"text_encodings": encodings, "text_mask": mask}
+                                  f"model: set model.text_encodings_dim={encodings.shape[-1]}, or encode again")
+            mask = batch.get("text_mask", torch.ones_like(encodings[..., 0]))
+            return {"text_encodings": encodings, "text_mask": mask.bool()}
         if width is None and "words" in batch:
             return {"words": batch["words"]}
         if "caption" not in batch:
             raise ConfigError("data: there are no captions, and the model reads texts: give X.txt beside each video, "
                               "data.captions=FILE or class folders, or set model.unconditional=true")
-        # The host reads captions, which lie on it; the inputs go to the device of the rest of the batch.
+        # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
-        return {name: sent(value, device) for name, value in self._read(captions_of(batch["caption"]), device).items()}
+        inputs = self._read(captions_of(batch["caption"]), device)
+        return {name: to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
         """Inputs for each text, on the CPU. ConfigError: the model is unconditional, or no encoder is named.
 
-        Each distinct text is encoded once, and its inputs are kept for the next call. Where the data hold encodings,
-        the encoder serves prompts alone and is freed when they are encoded.
+        Each distinct text is encoded once, and its inputs are remembered for the next call. Where the data hold
+        encodings, the encoder serves prompts alone and is freed when they are encoded.
         """
         if self.config.unconditional:
             raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
-        row_of, inputs = self._kept
+        row_of, inputs = self._last
         if not row_of.keys() >= set(texts):
             row_of = {text: row for row, text in enumerate(dict.fromkeys(texts))}
             distinct, cpu = list(row_of), torch.device("cpu")
             batches = [self._read(distinct[i:i + _PROMPTS], cpu) for i in range(0, len(distinct), _PROMPTS)]
             inputs = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-            self._kept = (row_of, inputs) if len(row_of) <= _KEPT else ({}, {})
-            if self.config.codes is not None and self.config.codes.text is not None:
+            self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
+            if self._cached:
                 self.encoder = None
         rows = torch.tensor([row_of[text] for text in texts])
         return {name: value[rows] for name, value in inputs.items()}
@@ -79,8 +79,7 @@ class Reader:
         if self.config.unconditional:
             return {}
         if not self.config.has_null:
-            raise ConfigError("prompts: this model was never trained without a text (cond_drop_prob is 0) and draws "
-                              "for texts alone; give some")
+            raise ConfigError("prompts: a model with cond_drop_prob 0 draws for texts alone; give some")
         if self.config.text_encodings_dim is None:
             return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}
         return {"text_encodings": torch.zeros(num, 1, self.config.text_encodings_dim),
@@ -92,10 +91,14 @@ class Reader:
         return self.of_batch(chosen(self._loaded().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
-        """That of the encoder of captions that are not cached, to append to the data's; "" where there is none."""
-        cached = self.config.codes is not None and self.config.codes.text is not None
-        live = self.config.text_encodings_dim is not None and not cached and not self.config.unconditional
-        return f" text_encoder={self._loaded().fingerprint()}" if live else ""
+        """What a run's fingerprint adds to that of the data: the encoder of captions, if it reads them; else ""."""
+        reads = self.config.text_encodings_dim is not None and not self._cached and not self.config.unconditional
+        return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
+
+    @property
+    def _cached(self) -> bool:
+        """Whether the data hold text encodings."""
+        return self.config.codes is not None and self.config.codes.text is not None
 
     def _loaded(self) -> TextEncoder:
         """The encoder, loaded at the first caption: cached encodings need none."""
@@ -106,9 +109,8 @@ class Reader:
             encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len)
             expected = self.config.text_encoder_fingerprint
             if expected is not None and (loaded := encoder.fingerprint()) != expected:
-                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the data's text "
-                                  f"encodings are of {expected} (text_encoder_fingerprint); name the one that made "
-                                  "them")
+                raise ConfigError(f"text_encoder: {self.config.text_encoder} is the encoder {loaded}, the encodings of "
+                                  f"the data are of {expected} (text_encoder_fingerprint); name the one of the data")
             self.encoder = encoder
         return self.encoder
 

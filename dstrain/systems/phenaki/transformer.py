@@ -140,7 +140,7 @@ class Attention(nn.Module):
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None where there is neither bias nor mask."""
+    """What is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
     if bias is None and mask is None:
         return None
     hidden = query.new_zeros(1, 1, 1, count) if mask is None else (~mask)[:, None, None] * query.new_full((), _HIDDEN)

@@ -3,7 +3,7 @@
 A clip has thousands of tokens and a codebook up to 65,536 ids: all logits of a batch would be the largest tensor of the
 whole training step, and their gradient another. Here rows are taken in chunks. Each chunk's part of the gradient is
 computed in the forward pass, while its logits exist; the backward pass only scales it. Nothing is computed twice, and
-only the gradient is kept, which the backward pass needs in any case. launch/bench_maskgit.py compares.
+only the gradient stays in memory, which the backward pass needs in any case. launch/bench_maskgit.py compares.
 
 Notation: M rows x of width dim, V ids, chunks of C rows. Logits and what follows are float32 at least.
 """
@@ -72,9 +72,7 @@ def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """With q the smoothed target, (1 - s) [id = target] + s / V: the loss is logsumexp(l) - <q, l>, its gradient
-    softmax(l) - q.
-    """
+    """With the smoothed target q = (1 - s) [id = target] + s / V: loss lse(l) - <q, l>, gradient softmax(l) - q."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, learns):

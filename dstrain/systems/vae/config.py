@@ -1,30 +1,27 @@
-"""What determines an autoencoder: one line for each field. The section that is given, discrete or kl, is the kind."""
+"""What determines an autoencoder: a documented field for each choice. Its kind is its section, discrete or kl."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.adversarial import least_size
-from dstrain.nn.perceptual import REMEDY
+from dstrain.nn.picture_loss import Discriminator, Perceptual, missing_weights, require_pictures
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
 
-RECONSTRUCTIONS = ("mse", "smooth_l1", "logit_laplace")
 
 
 class Temperature(Section):
     schedule: Literal["exponential", "cosine", "legacy", "constant"] = "exponential"
-    """From start to minimum over `steps`, by a constant factor or half a cosine; legacy compounds, as train_vae did."""
+    """From start to minimum in `steps`: by a constant factor, or half a cosine; legacy compounds, as train_vae does."""
     start: float = Field(1.0, gt=0)
-    """Of step 0; constant keeps it."""
+    """The temperature at step 0; constant keeps it."""
     minimum: float = Field(0.0625, gt=0)
-    """Where it ends; held-out data are always measured there."""
+    """The temperature at the end; held-out data are always measured with it."""
     steps: int = Field(150_000, ge=1)
-    """Optimizer steps to the minimum (exponential, cosine)."""
+    """exponential, cosine: optimizer steps to the minimum."""
     rate: float = Field(1e-6, ge=0)
-    """legacy: every 100 steps the temperature, as it is by then, is multiplied by exp(-rate * step)."""
+    """legacy: every 100 steps the current temperature is multiplied by exp(-rate * step)."""
 
     @model_validator(mode="after")
     def _falls(self) -> "Temperature":
@@ -52,11 +49,11 @@ class Discrete(Section):
     sampling: Literal[SAMPLINGS] = "soft"
     """How a token is drawn: relaxed, or as one token with the gradient of the relaxation or of ReinMax."""
     temperature: Temperature = Temperature()
-    """Of the relaxation, by step."""
-    reconstruction: Literal[RECONSTRUCTIONS] = "mse"
-    """Mean over values; mse and smooth_l1 of normalized pixels, logit_laplace a likelihood in nats."""
+    """Temperature of the relaxation, by step."""
+    reconstruction: Literal["mse", "smooth_l1", "logit_laplace"] = "mse"
+    """A mean over values: mse, smooth_l1 (of normalized pixels) or logit_laplace (minus log likelihood, in nats)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Of the KL divergence from uniform; 1 is the evidence lower bound of logit_laplace, DALL-E's is 6.6."""
+    """Weight of the KL from uniform; 1 makes logit_laplace the evidence lower bound, DALL-E has 6.6."""
     kl_warmup: int = Field(0, ge=0)
     """Steps in which the weight grows from 0."""
     kl_form: Literal["per_sample", "legacy"] = "per_sample"
@@ -67,24 +64,6 @@ class Discrete(Section):
         if self.normalization and min(self.normalization[1]) <= 0:
             raise ConfigError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
         return self
-
-
-class Perceptual(Section):
-    path: str
-    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
-    weight: float = Field(1.0, ge=0)
-    """Of LPIPS, beside the mean absolute or squared error; 0 leaves it out."""
-
-
-class Discriminator(Section):
-    start: int = Field(50_000, ge=0)
-    """First optimizer step at which it learns and is learned from."""
-    weight: float = Field(0.5, ge=0)
-    """Length of the adversarial gradient with respect to the picture / length of the reconstruction's."""
-    n_layers: int = Field(3, ge=1)
-    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
-    base_channels: int = Field(64, ge=1)
-    """Width of the first layer."""
 
 
 class KL(Section):
@@ -99,32 +78,26 @@ class KL(Section):
     norm_num_groups: int = Field(32, ge=1)
     """Groups of every GroupNorm; divides each of block_out_channels."""
     quant_conv: bool = True
-    """Whether 1 x 1 convolutions stand about the latents: Stable Diffusion 1 and 2 have them, 3 has not."""
+    """Whether 1 x 1 convolutions stand before and after the latents, as in Stable Diffusion 1 and 2 (not 3)."""
     mid_block_add_attention: bool = True
-    """Whether the lowest resolution attends to itself."""
+    """Whether there is self-attention at the lowest resolution."""
     reconstruction: Literal["l1", "mse"] = "l1"
     """Mean absolute or squared error of pixels in [-1, 1]."""
     kl_weight: float = Field(1e-6, ge=0)
-    """Of the KL divergence from the standard normal in nats of a sample / values of its image: LDM's scale."""
+    """Weight of the KL from the standard normal, in nats of a sample / values of its image, as in LDM."""
     perceptual: Perceptual | None = None
-    """LPIPS beside the reconstruction; None: without."""
+    """LPIPS beside the reconstruction; None: there is none."""
     discriminator: Discriminator | None = None
-    """An adversary of patches, as a network of its own; None: without."""
+    """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
     def _fits(self) -> "KL":
         if not self.block_out_channels:
             raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
-        odd = [width for width in self.block_out_channels if width % self.norm_num_groups]
-        if odd:
+        if any(width % self.norm_num_groups for width in self.block_out_channels):
             raise ConfigError(f"block_out_channels {list(self.block_out_channels)}: every width must be a multiple of "
                               f"norm_num_groups, {self.norm_num_groups}")
         return self
-
-    @property
-    def perceives(self) -> bool:
-        """Whether there is a perceptual term."""
-        return self.perceptual is not None and self.perceptual.weight > 0
 
 
 class Config(SystemConfig):
@@ -133,15 +106,15 @@ class Config(SystemConfig):
     channels: Literal[1, 3, 4] = 3
     """Of the images: 1 grey, 3 RGB, 4 RGBA."""
     discrete: Discrete | None = None
-    """A discrete autoencoder."""
+    """The discrete VAE."""
     kl: KL | None = None
-    """An autoencoder with a Gaussian posterior."""
+    """The KL autoencoder, which has a Gaussian posterior."""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if (self.discrete is None) == (self.kl is None):
-            given = "neither is" if self.kl is None else "both are"
-            raise ConfigError(f"discrete and kl: {given} given; give the section of the kind you want ({{}} is all "
+            number = "neither is" if self.kl is None else "both are"
+            raise ConfigError(f"discrete and kl: {number} given; give the section of the kind you want ({{}} is all "
                               "defaults), null for the other")
         if self.image_size % self.factor:
             whole = max(self.image_size // self.factor, 1) * self.factor
@@ -149,20 +122,12 @@ class Config(SystemConfig):
             raise ConfigError(f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of "
                               f"{by}; take {whole} or {whole + self.factor}, or another {by}")
         if self.discrete and self.discrete.normalization:
-            lengths = [len(values) for values in self.discrete.normalization]
-            if lengths != [self.channels] * 2:
-                raise ConfigError(f"discrete.normalization has {lengths[0]} means and {lengths[1]} deviations, "
-                                  f"channels is {self.channels}: give one of each for every channel")
-        if self.kl and self.kl.perceptual and self.channels == 4:
-            raise ConfigError("kl.perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
-        if self.kl and self.kl.perceptual and self.image_size < 16:
-            raise ConfigError(f"kl.perceptual halves the side four times, image_size is {self.image_size}: take 16 or "
-                              "more")
-        if self.kl and self.kl.discriminator:
-            n_layers = self.kl.discriminator.n_layers
-            if self.image_size < least_size(n_layers):
-                raise ConfigError(f"kl.discriminator.n_layers {n_layers} needs images of {least_size(n_layers)} "
-                                  f"pixels, image_size is {self.image_size}: take fewer layers")
+            means, stds = self.discrete.normalization
+            if not len(means) == len(stds) == self.channels:
+                raise ConfigError(f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
+                                  f"is {self.channels}: give one of each for every channel")
+        if self.kl:
+            require_pictures(self.kl.perceptual, self.kl.discriminator, self.shape, "kl.")
         return self
 
     @property
@@ -172,18 +137,18 @@ class Config(SystemConfig):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an image: channels, height, width."""
+        """Channels, height and width of an image."""
         return self.channels, self.image_size, self.image_size
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what the data say where it is silent."""
+        """The section; the fields that it leaves out are taken from the data."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        if self.kl and self.kl.perceives and not Path(self.kl.perceptual.path).expanduser().exists():
-            problems.append(f"model.kl.perceptual.path={self.kl.perceptual.path}: no weights are there: {REMEDY}")
+        if self.kl:
+            problems += missing_weights(self.kl.perceptual, "model.kl.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
                             "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "

@@ -82,7 +82,7 @@ class Normalize(nn.Module):
     def __init__(self, means: tuple[float, ...], stds: tuple[float, ...]) -> None:
         super().__init__()
         self._means, self._stds = means, stds
-        for name in ("means", "stds"):            # .float(), since zero.Init would create them in the compute dtype
+        for name in ("means", "stds"):            # .float(): zero.Init would create them in the compute dtype
             self.register_buffer(name, torch.empty(len(means), 1, 1).float(), persistent=False)
         self.reset_parameters()
 
@@ -119,7 +119,7 @@ class Up(nn.Sequential):
 
 
 class ResBlock(nn.Module):
-    """Adds two convolutions of 3 x 3 and one of 1 x 1."""
+    """Two convolutions of 3 x 3 and one of 1 x 1, with a shortcut."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -21,8 +21,6 @@ from dstrain.systems.vae.system import AutoencoderSystem
 class DiscreteSystem(AutoencoderSystem):
     """One part, `autoencoder`."""
 
-    encodes = True
-
     remedies = {"autoencoder": (
         (r"^codebook", "discrete.num_tokens and discrete.codebook_dim"),
         (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
@@ -34,8 +32,7 @@ class DiscreteSystem(AutoencoderSystem):
         self.parts = {"autoencoder": self.learn}
         self.discrete = config.discrete
         self.codebook_size = self.discrete.num_tokens
-        side = config.image_size // config.factor
-        self.latent_shape = (self.discrete.num_tokens, side, side)
+        self.latent_shape = (self.codebook_size, self.side, self.side)
 
     def networks(self) -> dict[str, nn.Module]:
         discrete = self.discrete
@@ -50,7 +47,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Reconstruction of one relaxed sample and the divergence of the tokens from uniform (kl, in nats a sample)."""
         terms, _ = self._terms(nets, example)
         loss = terms["loss"].mean()
-        if self.discrete.kl_form == "legacy":     # the original divides by 1: nats of the whole micro-batch
+        if self.discrete.kl_form == "legacy":     # the original divides by nothing: nats of the whole micro-batch
             loss = terms["recon"].mean() + (terms["kl_weight"] * terms["kl"]).sum()
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
@@ -64,33 +61,27 @@ class DiscreteSystem(AutoencoderSystem):
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
-        perplexity, dead = codebook_usage(means["usage"])
-        return {"perplexity": perplexity, "dead_tokens": dead}
+        return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
 
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """By a relaxed sample at the final temperature, and by the likeliest tokens."""
-        network, passed = nets["autoencoder"], self._pass(nets, example)[0]
+        network, passed = nets["autoencoder"], self._terms(nets, example)[1]
         return [2 * picture - 1 for picture in (network.pixels(passed.out), network.decode(passed.logits.argmax(1)))]
 
-    def _pass(self, nets: Nets, example: Example) -> tuple[Relaxed, Tensor]:
-        """One pass of the network, and the temperature (B,) of it."""
-        x, key = (example["x_start"] + 1) / 2, example["key"]
-        temperature = torch.full_like(x[:, 0, 0, 0], final_temperature(self.discrete.temperature))
-        if "step" in example:
-            temperature = temperature_at(self.discrete.temperature, example["step"])
-        return nets["autoencoder"](x, gumbel(key, "gumbel", self.latent_shape), temperature), temperature
-
     def _terms(self, nets: Nets, example: Example) -> tuple[Terms, Relaxed]:
-        """All by sample (B,), with their graph."""
+        """The terms by sample (B,), with their graph, and the pass that they are of."""
         discrete, x = self.discrete, (example["x_start"] + 1) / 2
-        passed, temperature = self._pass(nets, example)
+        if "step" in example:
+            temperature = temperature_at(discrete.temperature, example["step"])
+            weight = weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"])
+        else:                                     # held-out data: the ends of both schedules
+            temperature, weight = (torch.full_like(x[:, 0, 0, 0], value) for value in (
+                final_temperature(discrete.temperature), discrete.kl_weight))
+        passed = nets["autoencoder"](x, gumbel(example["key"], "gumbel", self.latent_shape), temperature)
         if discrete.reconstruction == "logit_laplace":
             recon = losses.logit_laplace(passed.out, x)
         else:
-            recon = getattr(losses, discrete.reconstruction)(passed.out, passed.target)
-        weight = torch.full_like(recon, discrete.kl_weight)
-        if "step" in example:
-            weight = weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"])
+            recon = losses.error(discrete.reconstruction, passed.out, passed.target)
         kl = kl_to_uniform(passed.logits)
         # legacy weighs undivided nats; by sample that is a batch of one.
         unit = 1 if discrete.kl_form == "legacy" else self.values

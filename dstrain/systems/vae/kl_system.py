@@ -1,10 +1,4 @@
-"""The KL autoencoder as a system: Rombach et al. 2022 (LDM), with a perceptual distance and an adversary where wanted.
-
-Both engines of an adversarial run stay apart: an engine hooks what its network gives out, so no graph may hold two. The
-autoencoder's loss therefore ends at its picture: the gradients that it receives there, from the reconstruction and from
-the discriminator, are taken on a detached copy, and the sum of picture * gradient is what descends. The discriminator
-learns from that same picture, detached, which the first turn leaves in the example: a second pass would cost as much
-again, and after an update give another picture in the last micro-batch than in those before.
+"""The KL autoencoder as a system: Rombach et al. 2022 (LDM), with the losses of nn/picture_loss.py where chosen.
 
 All randomness is drawn from the samples' keys by name: latent.
 """
@@ -16,10 +10,9 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.autoencoder import identity
-from dstrain.nn import adversarial
-from dstrain.nn.adversarial import PatchDiscriminator
+from dstrain.nn.adversarial import gradient
 from dstrain.nn.measures import likeness
-from dstrain.nn.perceptual import Perceptual
+from dstrain.nn.picture_loss import PictureLoss, descending
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
@@ -29,8 +22,6 @@ from dstrain.systems.vae.system import AutoencoderSystem
 
 class KLSystem(AutoencoderSystem):
     """The part `autoencoder` and, where the config has one, the part `discriminator`, which waits for its start."""
-
-    encodes = True
 
     remedies = {"discriminator": (
         (r"main\.0\.", "channels and kl.discriminator.base_channels"),
@@ -46,61 +37,38 @@ class KLSystem(AutoencoderSystem):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.kl = config.kl
-        self.parts = {"autoencoder": self.learn}
-        if self.kl.discriminator:
-            self.parts["discriminator"] = self.discriminate
-        self._perceptual: Perceptual | None = None                        # loaded where it is first needed
-        self._adversarial = self.kl.discriminator is not None             # at the step that `turns` was asked for
-        side = config.image_size // config.factor
-        self.latent_shape = (self.kl.latent_channels, side, side)
+        self.picture_loss = PictureLoss(self.kl.perceptual, self.kl.discriminator)
+        self.parts = self.picture_loss.parts("autoencoder", self.learn)
+        self.latent_shape = (self.kl.latent_channels, self.side, self.side)
 
     def networks(self) -> dict[str, nn.Module]:
-        config = self.kl
-        networks: dict[str, nn.Module] = {"autoencoder": KLAutoencoder(
-            self.config.channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
-            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)}
-        if config.discriminator:
-            networks["discriminator"] = PatchDiscriminator(
-                self.config.channels, config.discriminator.base_channels, config.discriminator.n_layers)
-        return networks
+        config, channels = self.kl, self.config.channels
+        autoencoder = KLAutoencoder(
+            channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
+            config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)
+        return {"autoencoder": autoencoder} | self.picture_loss.networks(channels)
 
     # ------------------------------------------------------------------------------------------------------- training
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """The discriminator learns, and is learned from, from its start on."""
-        # Kept from here, where the step is known to the host: a look at example["step"] would wait for the device.
-        self._adversarial = self.kl.discriminator is not None and step >= self.kl.discriminator.start
-        return ("autoencoder", "discriminator") if self._adversarial else ("autoencoder",)
+        return self.picture_loss.turns("autoencoder", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Reconstruction and divergence (kl, in nats a sample); from the discriminator's start on its critique, too."""
-        x = example["x_start"]
-        passed = self._pass(nets, example)
+        x, passed = example["x_start"], self._pass(nets, example)
         terms = {"kl": _divergence(passed)}
-        if not self._adversarial:
+        if not self.picture_loss.adversarial:
             terms |= self._distance(passed.picture, x)
-            terms["loss"] = self._bound(terms)
-            return {name: term.detach() for name, term in terms.items()} | {"loss": terms["loss"].mean()}
-        picture = passed.picture.detach().requires_grad_()
-        terms |= self._distance(picture, x)
-        terms["critique"] = -nets["discriminator"](picture).flatten(1).mean(1)
-        of_distance = adversarial.gradient(self._sum(terms), picture)
-        of_critique = adversarial.gradient(terms["critique"], picture)
-        weight = adversarial.critique_weight(of_distance, of_critique, self.kl.discriminator.weight, self.values)
-        pull = of_distance + weight.view(-1, 1, 1, 1) * of_critique
-        descended = (passed.picture * pull).flatten(1).sum(1) + self._kl_share(terms["kl"])
-        terms = {name: term.detach() for name, term in terms.items()} | {"critique_weight": weight}
-        value = self._bound(terms) + weight * terms["critique"]
-        example["reconstruction"] = passed.picture.detach()
-        return terms | {"loss": (value + (descended - descended.detach())).mean()}
-
-    def discriminate(self, nets: Nets, example: Example) -> Terms:
-        """The hinge loss on the originals and on what the autoencoder made of them in its turn; mean logits of both."""
-        assert "reconstruction" in example, "the autoencoder's turn comes before the discriminator's"
-        both = torch.cat((example["x_start"], example["reconstruction"]))
-        real, fake = nets["discriminator"](both).chunk(2)
-        return {"loss": adversarial.hinge(real, fake).mean(), "real": real.detach().flatten(1).mean(1),
-                "fake": fake.detach().flatten(1).mean(1)}
+            loss = self._bound(terms).mean()
+        else:
+            picture = passed.picture.detach().requires_grad_()
+            terms |= self._distance(picture, x)
+            of_distance = gradient(self.picture_loss.total(terms), picture)
+            critique, of_critique = self.picture_loss.critique(nets, example, picture, x, of_distance)
+            terms |= critique
+            pull = (passed.picture * (of_distance + of_critique)).flatten(1).sum(1) + self._weighted_kl(terms)
+            loss = descending(self._bound(terms) + terms["critique_weight"] * terms["critique"], pull)
+        return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
@@ -123,24 +91,13 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
     def _distance(self, picture: Tensor, x: Tensor) -> Terms:
-        terms = {"recon": getattr(losses, self.kl.reconstruction)(picture, x)}
-        if self.kl.perceives:
-            if self._perceptual is None:          # encoding and exporting a finished run do without
-                self._perceptual = Perceptual(self.kl.perceptual.path).to(x.device)
-            terms["perceptual"] = self._perceptual(picture, x)
-        return terms
+        return {"recon": losses.error(self.kl.reconstruction, picture, x)} | self.picture_loss.perceptual(picture, x)
 
-    def _sum(self, terms: Terms) -> Tensor:
-        """What a picture costs: (B,)."""
-        if self.kl.perceives:
-            return terms["recon"] + self.kl.perceptual.weight * terms["perceptual"]
-        return terms["recon"]
-
-    def _kl_share(self, nats: Tensor) -> Tensor:
-        return self.kl.kl_weight * nats / self.values
+    def _weighted_kl(self, terms: Terms) -> Tensor:
+        return self.kl.kl_weight * terms["kl"] / self.values
 
     def _bound(self, terms: Terms) -> Tensor:
-        return self._sum(terms) + self._kl_share(terms["kl"])
+        return self.picture_loss.total(terms) + self._weighted_kl(terms)
 
     # ------------------------------------------------------------------------------------------------------------ facts
 

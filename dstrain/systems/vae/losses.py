@@ -5,26 +5,21 @@ phi(x) = (1 - 2 eps) x + eps, and y = phi(x) has the density exp(-|logit(y) - mu
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_ERRORS = {"l1": F.l1_loss, "mse": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 EPS = 0.1
 # A smaller scale would be finer than the 256 levels of a pixel; the density of flat areas would grow without bound.
 LEAST_LOG_SCALE = -6.0
 
 
-def l1(picture: Tensor, truth: Tensor) -> Tensor:
-    return (picture - truth).abs().flatten(1).mean(1)                                             # (B,)
-
-
-def mse(picture: Tensor, truth: Tensor) -> Tensor:
-    return (picture - truth).square().flatten(1).mean(1)                                          # (B,)
-
-
-def smooth_l1(picture: Tensor, truth: Tensor) -> Tensor:
-    return F.smooth_l1_loss(picture, truth, reduction="none").flatten(1).mean(1)                  # (B,)
+def error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
+    """Of one kind: two (B, C, H, W) -> (B,)."""
+    return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
 def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:

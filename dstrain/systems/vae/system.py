@@ -1,4 +1,4 @@
-"""What both kinds of autoencoder share: they begin from data, have pictures in place of samples, and load by name.
+"""What both kinds of autoencoder share: they need data, show reconstructions in place of samples, and load by name.
 
 The loss of a sample is reconstruction (a mean over the values of its image) plus kl_weight * KL in nats / values of its
 image: the evidence lower bound of the image, divided by its number of values, so that weights carry over between sizes.
@@ -23,6 +23,7 @@ class AutoencoderSystem(System):
     """The part `autoencoder` and what is measured and shown of it. `config` says what each choice means."""
 
     generates = False
+    encodes = True
     in_pipeline = "vae"
     starts_from_data = True
     averaged = ("autoencoder",)
@@ -31,6 +32,7 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.values = config.channels * config.image_size ** 2                    # of an image
+        self.side = config.image_size // config.factor                            # of the latents or tokens
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -39,7 +41,7 @@ class AutoencoderSystem(System):
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """reconstruction: of each sample, side by side on one scale, the original and what the network makes of it."""
+        """reconstruction: each original and, to the right of it, its reconstructions."""
         shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)      # (B, C, H, n W)
         return {"reconstruction": to_uint8(shown)}
 
@@ -50,8 +52,7 @@ class AutoencoderSystem(System):
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Files of the original trainers, see weights.py."""
         with torch.device("meta"):
-            network = self.networks()[part]
-        return weights.adapt(state, network, self.remedies[part])
+            return weights.adapt(state, self.networks()[part], self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor],
                        diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:

@@ -42,8 +42,7 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
     from diffusers import AutoencoderKL
 
     if not isinstance(system, KLSystem):
-        raise ConfigError("diffusers has no class for a discrete VAE: only model.kl is expressible, as AutoencoderKL; "
-                          "take --format safetensors")
+        raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
     config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}

@@ -12,44 +12,45 @@ from dstrain.recipe import ConfigError
 _CLASS = "AutoencoderKL"
 _PART = "vae."                                    # of a DALL-E checkpoint, whose other entries are the transformer's
 
-# Layers of attention: name in older files of diffusers, Stable Diffusion's among them -> name.
-_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+# Layers of attention in older files of diffusers, such as Stable Diffusion's, and their names of today.
+_ATTENTION = re.compile(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.")
+_NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def adapt(state: dict[str, Tensor], network: nn.Module, remedies: Remedies) -> tuple[dict[str, Tensor], list[str]]:
-    """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
+    """A state dict that fits `network`, which may be on the meta device, and what was changed, in words.
 
-    ConfigError: the first other difference, with both shapes and the remedy; placeholders in place of weights.
+    ConfigError: the first difference that cannot be bridged, with both shapes and the remedy; placeholder weights.
     """
     shapes, notes = shapes_of(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
     if inner and not shapes.keys() & state.keys():
         notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")
         state = inner
-    state = {_renamed(name): tensor for name, tensor in state.items()}
+    state = {_ATTENTION.sub(lambda match: f"{match[1]}{_NEW_NAMES[match[2]]}.", name): tensor
+             for name, tensor in state.items()}
     other_kind = {"codebook.weight", "encoder.conv_in.weight"} & (state.keys() ^ shapes.keys())
     if len(other_kind) == 2:
         in_file, in_recipe = ("discrete", "kl") if "codebook.weight" in state else ("kl", "discrete")
-        raise ConfigError(f"weights: the file is of a {in_file} autoencoder, the model is model.{in_recipe}: give "
-                          f"model.{in_file} instead")
-    differing = [name for name, tensor in state.items() if name in shapes and tuple(tensor.shape) != shapes[name]]
-    empty = differing and all(tuple(state[name].shape) in ((0,), (1,)) for name in differing)
-    for name, tensor in state.items():
-        if empty and len(differing) > 1 and name == differing[0]:
-            raise ConfigError(f"weights: {name} has shape {tuple(tensor.shape)} in the file and {shapes[name]} in the "
-                              "network: a placeholder, which ZeRO-3 leaves where a rank does not hold a weight. Gather "
-                              "the weights from the DeepSpeed folder saved beside it (vae-ds-cp, zero_to_fp32.py in "
-                              "it) and give that file")
-        if name in shapes and tuple(tensor.shape) == (*shapes[name], 1, 1):
-            state[name] = tensor[:, :, 0, 0]                              # attention as convolutions of 1 x 1
+        raise ConfigError(f"weights: the file is a {in_file} autoencoder, not model.{in_recipe}: set model.{in_file}")
+    differing = {name: tuple(tensor.shape) for name, tensor in state.items() if name in shapes
+                 and tuple(tensor.shape) != shapes[name]}
+    if len(differing) > 1 and set(differing.values()) <= {(0,), (1,)}:
+        name, shape = next(iter(differing.items()))
+        raise ConfigError(f"weights: {name} has shape {shape} in the file and {shapes[name]} in the network: a "
+                          "placeholder, which ZeRO-3 leaves for a weight on other ranks. Gather the weights from the "
+                          "DeepSpeed folder beside it (vae-ds-cp, with zero_to_fp32.py) and give that file")
+    for name, shape in differing.items():
+        if shape == (*shapes[name], 1, 1):
+            state[name] = state[name][:, :, 0, 0]                         # attention as convolutions of 1 x 1
     require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
     return state, notes
 
 
 def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
-    """ConfigError: a config.json of diffusers differs from that of the network in what the weights' shapes do not show.
+    """ConfigError: a config.json of diffusers differs from the network's in a field that no shape of a weight shows.
 
-    network_config is empty where the network is none of diffusers'; then only the class is compared.
+    network_config: empty for a network that is none of diffusers'; then only the class is compared.
     """
     if diffusers_config.get("_class_name") != _CLASS:
         raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')}, system vae takes "
@@ -60,7 +61,3 @@ def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[st
         if network_config and value != network_config[name]:
             raise ConfigError(f"weights: {name} is {value} in config.json and {network_config[name]} in the network; "
                               f"{remedy}")
-
-
-def _renamed(name: str) -> str:
-    return re.sub(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.", lambda m: m[1] + _ATTENTION[m[2]] + ".", name)

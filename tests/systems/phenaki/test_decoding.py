@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dstrain import rng
 from dstrain.nn.quantize import gumbel
-from dstrain.systems.phenaki.decoding import Choices, decode
+from dstrain.systems.phenaki.config import Decoding
+from dstrain.systems.phenaki.decoding import decode
 
 IDS = 7
 
@@ -47,7 +48,9 @@ def test_no_mask_token_is_left(steps, seed, sample, confidence, noise, schedule,
     """Oracle: the given tokens, bit for bit, and no id that is the mask token's, whatever the steps and the noise."""
     tokens = grid(seed)
     given_ = torch.tensor(data.draw(st.lists(st.booleans(), min_size=24, max_size=24))).view(tokens.shape)
-    found = decode(chance, tokens, given_, IDS, keys(2, seed), steps, Choices(sample, confidence, noise, schedule),
+    choices = Decoding(sample_temperature=sample, confidence_temperature=confidence, critic_noise=noise,
+                       critic_noise_schedule=schedule)
+    found = decode(chance, tokens, given_, IDS, keys(2, seed), steps, choices,
                    (lambda x: x.float()) if critic else None)
     assert torch.equal(found[given_], tokens[given_])
     assert int(found.min()) >= 0 and int(found.max()) < IDS
@@ -70,7 +73,7 @@ def test_the_schedule(critic):
     truth, steps = grid(0, 2, (4, 4, 4)), 6
     network, given_ = Oracle(truth), torch.zeros(2, 4, 4, 4, dtype=torch.bool)
     given_[1, :2] = True
-    decode(network, truth, given_, IDS, keys(2), steps, Choices(0.9), (lambda x: x.float()) if critic else None)
+    decode(network, truth, given_, IDS, keys(2), steps, Decoding(sample_temperature=0.9), (lambda x: x.float()) if critic else None)
     for step, (tokens, _, temperature) in enumerate(network.seen):
         left = (tokens == IDS).flatten(1).sum(1).tolist()
         assert left == [math.floor(n * math.cos(math.pi / 2 * step / steps)) for n in (64, 32)]
@@ -90,7 +93,7 @@ def test_confidence_keeps_the_likeliest():
     for noise in (0.0, 4.5):
         seen.clear()
         decode(predict, truth, torch.zeros(truth.shape, dtype=torch.bool), IDS, keys(1), steps,
-               Choices(confidence_temperature=noise))
+               Decoding(confidence_temperature=noise))
         for step in range(steps - 1):
             before, after = seen[step].flatten(), seen[step + 1].flatten()
             trust = certainty.flatten() + noise * (1 - (step + 1) / steps) * gumbel(keys(1), f"choice/{step}", (32,))[0]
@@ -106,7 +109,7 @@ def test_a_critic_masks_what_it_doubts():
     given_[0, 0, 0] = True
     doubt[given_] = 99.0
     network = Oracle(truth)
-    decode(network, truth, given_, IDS, keys(1), steps, Choices(critic_noise=0.0), lambda x: doubt)
+    decode(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
     for tokens, _, _ in network.seen[1:]:
         masked = (tokens == IDS).flatten()
         order = torch.where(given_, -99.0, doubt).flatten().argsort(descending=True)[:int(masked.sum())]
@@ -114,7 +117,7 @@ def test_a_critic_masks_what_it_doubts():
     # What one step keeps, a later one may mask again.
     flips = iter([doubt, -doubt, doubt])
     network = Oracle(truth)
-    decode(network, truth, given_, IDS, keys(1), steps, Choices(critic_noise=0.0), lambda x: next(flips))
+    decode(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: next(flips))
     one, two = (tokens == IDS for tokens, _, _ in network.seen[1:3])
     assert bool((two & ~one).any())
 
@@ -123,8 +126,8 @@ def test_a_critic_masks_what_it_doubts():
                                                 ("increase", [0.5, 1.0, 1.5, 2.0])])
 def test_schedules_of_critic_noise(schedule, expected):
     """Oracle: widths written out."""
-    choices = Choices(critic_noise=2.0, critic_noise_schedule=schedule)
-    assert [choices.noise_at(step, 4) for step in range(4)] == pytest.approx(expected)
+    choices = Decoding(critic_noise=2.0, critic_noise_schedule=schedule)
+    assert [choices.noise_at(done) for done in (0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("critic", [None, lambda x: torch.zeros(x.shape)])

@@ -194,7 +194,7 @@ def test_the_adversary_weighs_as_the_frame_does():
     nets, example = nets_of(system), system.encode(batch_of(system))
     passed = nets["tokenizer"](example["x_start"], example["frames"])
     of_recon = torch.autograd.grad(system._recon(passed.video, example).sum(), passed.video, retain_graph=True)[0]
-    _, descended = system._judged(nets, passed, example, {})
+    _, descended = system._judged(nets, passed.video, example)
     pull = torch.autograd.grad(descended.sum(), passed.video)[0]
     for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._place(example).tolist())):
         assert place < count
@@ -282,7 +282,7 @@ def test_weights_of_elsewhere():
     ({"codebook_size": 1000}, "codebook_size: 1000 is no power of two.*512 or 1024"),
     ({"patch_size": 5}, "patch_size 5 does not divide image_size 8 x 12"),
     ({"num_frames": 8}, "num_frames 8 is not 1 .* temporal_patch_size 2: take 7 or 9"),
-    ({"discriminator": {"n_layers": 2}}, "n_layers 2 needs frames of 12 pixels, image_size is 8 x 12"),
+    ({"discriminator": {"n_layers": 2}}, "n_layers 2 needs pictures of 12 pixels, image_size is 8 x 12"),
     ({"perceptual": {"path": "x"}}, "perceptual halves the side four times"),
     ({"perceptual": {"path": "x"}, "channels": 4}, "perceptual sees 1 or 3 channels"),
 ])

@@ -186,7 +186,7 @@ def test_learns():
     ({"image_size": 16, "discrete": TINY | {"normalization": [[0.5], [0.5]]}}, "1 means and 1 deviations"),
     ({"image_size": 16, "discrete": TINY | {"sampling": "hard"}}, "reinmax"),
     ({"kl": {"block_out_channels": [48, 64]}}, r"multiple of norm_num_groups, 32"),
-    ({"image_size": 16, "kl": {"discriminator": {}}}, "n_layers 3 needs images of 24 pixels"),
+    ({"image_size": 16, "kl": {"discriminator": {}}}, "n_layers 3 needs pictures of 24 pixels"),
     ({"kl": {"block_out_channels": [0, 0]}}, "greater than 0"), ({"kl": {"block_out_channels": []}}, "is empty"),
     ({"channels": 4, "kl": {"perceptual": {"path": "x"}}}, "1 or 3 channels")])
 def test_config_errors(model, words):

@@ -172,7 +172,7 @@ def test_perceptual_distance(tmp_path):
             rest = rest + terms["critique_weight"] * terms["critique"]
         torch.testing.assert_close(terms["loss"].detach(), (rest + 0.5 * expected).mean(), rtol=1e-4, atol=1e-6)
         terms["loss"].backward()
-    assert all(weight.grad is None for weight in system._perceptual.parameters())
+    assert all(weight.grad is None for weight in system.picture_loss.network.parameters())
     assert not any("features" in name for name in nets["autoencoder"].state_dict())
     assert "perceptual" not in build(perceptual={"path": "/nowhere", "weight": 0}).loss("autoencoder", nets, example)
     without = build(perceptual={"path": "/nowhere"})                     # a finished run, whose weights file has gone

@@ -122,5 +122,5 @@ def test_a_file_of_the_other_kind(tmp_path):
     for theirs, ours in (("discrete", "kl"), ("kl", "discrete")):
         save_file({name: tensor.contiguous() for name, tensor in nets_of(kinds[theirs])["autoencoder"].state_dict().items()},
                   tmp_path / f"{theirs}.safetensors")
-        with pytest.raises(ValueError, match=f"the file is of a {theirs} autoencoder.*give model.{theirs} instead"):
+        with pytest.raises(ValueError, match=f"the file is a {theirs} autoencoder.*set model.{theirs}"):
             fitted(tmp_path / f"{theirs}.safetensors", kinds[ours])

@@ -1,58 +1,29 @@
-"""What determines a tokenizer: one line for each field."""
+"""What determines a tokenizer: a documented field for each choice."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.adversarial import least_size
 from dstrain.nn.lookup_free import bits_of
-from dstrain.nn.perceptual import REMEDY
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section
+from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run
 from dstrain.systems.base import SystemConfig
-from dstrain.systems.phenaki.tokenizer.network import QUANTIZERS
 
 
-class Perceptual(Section):
-    path: str
-    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
-    weight: float = Field(1.0, ge=0)
-    """Of LPIPS of one random real frame, beside the mean square error; 0 leaves it out."""
-
-
-class Penalty(Section):
-    """R1 (Mescheder et al. 2018): half the weight times the discriminator's squared gradient at real frames."""
-
-    form: Literal["approximate", "exact"] = "approximate"
-    """approximate: from one random step away, anywhere. exact: by double backward, where no weights are scattered."""
-    weight: float = Field(1.0, ge=0)
-    """Of the squared gradient; times `every`, since it stands for the steps in between."""
-    every: int = Field(4, ge=1)
-    """Steps from one penalty to the next."""
-    sigma: float = Field(0.1, gt=0)
-    """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
-
-
-class Discriminator(Section):
-    start: int = Field(50_000, ge=0)
-    """First optimizer step at which it learns and is learned from."""
+class FrameDiscriminator(Discriminator):
     weight: float = Field(0.1, ge=0)
     """Length of the adversarial gradient with respect to the judged frame / length of the reconstruction's."""
-    n_layers: int = Field(3, ge=1)
-    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
-    base_channels: int = Field(64, ge=1)
-    """Width of the first layer."""
     penalty: Penalty | None = Penalty()
-    """Of its slope at real frames; None: without."""
+    """Penalty on its slope at real frames; None: there is none."""
 
 
 class Config(SystemConfig):
     learns_from = ("clips", "images")
 
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 128
-    """Pixels: one number, or [height, width]; patch_size divides each."""
+    """Side of a frame in pixels, or [height, width]; patch_size divides each."""
     num_frames: int = Field(11, ge=1)
-    """Frames of the clips it learns from, 1 + a multiple of temporal_patch_size; 1 for images alone."""
+    """Frames of the clips that it learns from, 1 + a multiple of temporal_patch_size; 1 for images alone."""
     channels: Literal[1, 3, 4] = 3
     """Of a frame: 1 grey, 3 RGB, 4 RGBA."""
     dim: int = Field(512, ge=1)
@@ -62,39 +33,39 @@ class Config(SystemConfig):
     patch_size: int = Field(8, ge=1)
     """Side of a patch in pixels."""
     temporal_patch_size: int = Field(2, ge=1)
-    """Frames of a patch behind the first frame."""
+    """Frames of a patch after the first frame."""
     spatial_depth: int = Field(4, ge=1)
-    """Blocks that look about within a latent frame, in the encoder and in the decoder."""
+    """Blocks with attention within a latent frame, in the encoder and in the decoder."""
     temporal_depth: int = Field(4, ge=1)
-    """Blocks that look back in time, in the encoder and in the decoder."""
+    """Blocks with attention to earlier latent frames, in the encoder and in the decoder."""
     dim_head: int = Field(64, ge=1)
-    """Width of a head of attention."""
+    """Width of an attention head."""
     heads: int = Field(8, ge=1)
-    """Heads of attention."""
+    """Attention heads of a block."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of values dropped in attention and in feed-forwards."""
     recompute: Annotated[bool, MAY_CHANGE] = False
-    """Keep no activations inside blocks, compute them again in backward."""
-    quantizer: Literal[QUANTIZERS] = "lookup_free"
+    """Compute blocks again in backward instead of keeping their activations."""
+    quantizer: Literal["lookup_free", "cosine"] = "lookup_free"
     """lookup_free: signs of log2(codebook_size) numbers. cosine: the nearest of codebook_size learned unit vectors."""
     codebook_dim: int = Field(32, ge=1)
     """cosine: width of an entry."""
     commitment_weight: float = Field(0.25, ge=0)
-    """Of the square between what is quantized and its code: a mean over bits, or a sum over a unit vector."""
+    """Weight of the squared distance to the code: a mean over bits (lookup_free), a sum over a vector (cosine)."""
     codebook_weight: float = Field(1.0, ge=0)
-    """cosine: of the same, as a loss of the codebook."""
+    """cosine: weight of the same distance as a loss of the codebook."""
     entropy_weight: float = Field(0.1, ge=0)
-    """lookup_free: of a token's entropy in nats, less diversity_gamma times that of the mean over tokens."""
+    """lookup_free: weight of a token's entropy in nats, minus diversity_gamma * that of the mean over tokens."""
     diversity_gamma: float = Field(1.0, ge=0)
-    """lookup_free: how much more an even use of all codes counts than certainty about each."""
+    """lookup_free: weight of an even use of all codes, relative to certainty about each token."""
     inv_temperature: float = Field(1.0, gt=0)
-    """lookup_free: sharpness of the distribution whose entropies these are; a bit's logit is 4 times this times z."""
+    """lookup_free: sharpness of the distribution with these entropies; a bit's logit is 4 * inv_temperature * z."""
     usage_decay: float = Field(0.9, ge=0, lt=1)
-    """lookup_free: of the running share of each code over global batches, by step."""
+    """lookup_free: decay by step of the running share of each code in the global batches."""
     perceptual: Perceptual | None = None
-    """LPIPS beside the reconstruction; None: without."""
-    discriminator: Discriminator | None = None
-    """An adversary of patches of single frames, as a network of its own; None: without."""
+    """LPIPS beside the reconstruction; None: there is none."""
+    discriminator: FrameDiscriminator | None = None
+    """An adversary that judges patches of single frames, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -105,19 +76,11 @@ class Config(SystemConfig):
             raise ConfigError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
                               "divisor of both sides, or other sides")
         p = self.temporal_patch_size
-        if (self.num_frames - 1) % p:
-            least = self.num_frames - (self.num_frames - 1) % p
+        if surplus := (self.num_frames - 1) % p:
+            fewer = self.num_frames - surplus
             raise ConfigError(f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
-                              f"{least} or {least + p}")
-        if self.perceptual and self.channels == 4:
-            raise ConfigError("perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
-        if self.perceptual and min(self.size) < 16:
-            raise ConfigError(f"perceptual halves the side four times, image_size is {height} x {width}: take 16 or "
-                              "more")
-        if self.discriminator and min(self.size) < least_size(self.discriminator.n_layers):
-            n_layers = self.discriminator.n_layers
-            raise ConfigError(f"discriminator.n_layers {n_layers} needs frames of {least_size(n_layers)} pixels, "
-                              f"image_size is {height} x {width}: take fewer layers")
+                              f"{fewer} or {fewer + p}")
+        require_pictures(self.perceptual, self.discriminator, self.shape)
         return self
 
     @property
@@ -127,16 +90,11 @@ class Config(SystemConfig):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a frame: channels, height, width."""
+        """Channels, height and width of a frame."""
         return self.channels, *self.size
 
-    @property
-    def perceives(self) -> bool:
-        """Whether there is a perceptual term."""
-        return self.perceptual is not None and self.perceptual.weight > 0
-
     def network_arguments(self) -> dict[str, Any]:
-        """CViViT's."""
+        """The arguments of CViViT."""
         names = ("dim", "codebook_size", "image_size", "patch_size", "temporal_patch_size", "spatial_depth",
                  "temporal_depth", "dim_head", "heads", "channels", "quantizer", "codebook_dim", "inv_temperature",
                  "dropout", "recompute")
@@ -144,8 +102,8 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """The section with what the data say where it is silent."""
-        height, width = run.data.height or run.data.image_size, run.data.image_size
+        """The section; the fields that it leaves out are taken from the data."""
+        width, height = run.data.image_size, run.data.height or run.data.image_size
         return {"image_size": width if height == width else [height, width], "num_frames": run.data.num_frames or 1,
                 "channels": run.data.channels, **model}
 
@@ -157,15 +115,11 @@ class Config(SystemConfig):
                 "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"]
 
     def conflicts(self, run: Run) -> list[str]:
-        problems = self.unequal(run, channels="channels")
-        if self.perceives and not Path(self.perceptual.path).expanduser().exists():
-            problems.append(f"model.perceptual.path={self.perceptual.path}: no weights are there: {REMEDY}")
+        problems = self.unequal(run, channels="channels") + missing_weights(self.perceptual, "model.perceptual")
         height = run.data.height or run.data.image_size
         if self.size != (height, run.data.image_size):
             problems.append(f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
                             f"model.image_size={list(self.size)} differ: make both equal")
-        if self.num_frames != (run.data.num_frames or 1):
-            problems.append(f"data.num_frames={run.data.num_frames or 1} and model.num_frames={self.num_frames} differ"
-                            ": make both equal")
+        if self.num_frames != (frames := run.data.num_frames or 1):
+            problems.append(f"data.num_frames={frames} and model.num_frames={self.num_frames} differ: make both equal")
         return problems
-

@@ -6,8 +6,8 @@ The decoder mirrors this. Neither half depends on later latent frames. So the be
 and pictures as in the whole clip, and padding at the end changes nothing: attention needs no mask for it.
 
 Notation: B clips, T = 1 + k p frames of C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid is
-t = 1 + k latent frames of h x w places; D = dim. phenaki-pytorch's LayerNorm on the pixels of a patch is left out: it
-removes the brightness of a patch.
+t = 1 + k latent frames of h x w places; D = dim. phenaki-pytorch's LayerNorm on a patch, which removes its brightness,
+is left out.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,6 @@ from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import PositionBias, Transformer, alibi
-
-QUANTIZERS = ("lookup_free", "cosine")
 
 
 class Pass(NamedTuple):
@@ -76,8 +74,8 @@ class CViViT(nn.Module):
         """(B, T, C, H, W), and the number of real frames of each clip, int64 (B,)."""
         bias = self.spatial_rel_pos_bias(*self.grid)                                              # (heads, hw, hw)
         x = self._encode(video, frames, bias)
-        real = real_frames(frames, self.temporal_patch_size, x.shape[1])
-        quantized: Quantized = self.vq(x, real[:, :, None, None].expand(x.shape[:-1]).float())
+        real = real_frames(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
+        quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
@@ -93,8 +91,8 @@ class CViViT(nn.Module):
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
         """(B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
-        shown = covered(frames, self.temporal_patch_size)[:, None] > torch.arange(video.shape[1], device=video.device)
-        video = torch.where(shown[:, :, None, None, None], video, 0.0)                   # padding may hold NaN
+        counted = counted_frames(frames, self.temporal_patch_size, video.shape[1])                # (B, T)
+        video = torch.where(counted[:, :, None, None, None], video, 0.0)                          # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(self._patches(video[:, :1], 1))
         later = self.to_patch_emb(self._patches(video[:, 1:], self.temporal_patch_size))
@@ -126,16 +124,16 @@ class CViViT(nn.Module):
         return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
 
 
-def latent_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
-    """How many latent frames are whole: int64 (B,) -> (B,)."""
-    return 1 + (frames - 1) // temporal_patch_size
-
-
 def real_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
     """Which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
-    return torch.arange(count, device=frames.device) < latent_frames(frames, temporal_patch_size)[:, None]
+    return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
-def covered(frames: Tensor, temporal_patch_size: int) -> Tensor:
+def num_counted(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """How many frames lie in whole latent frames; the rest counts as padding: int64 (B,) -> (B,)."""
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
+
+
+def counted_frames(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
+    """Which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
+    return torch.arange(total, device=frames.device) < num_counted(frames, temporal_patch_size)[:, None]

@@ -1,0 +1,161 @@
+"""What a first stage's picture costs beside its reconstruction: a perceptual distance and a discriminator's critique.
+
+The two engines of an adversarial run stay apart: an engine hooks the outputs of its network, so no graph may hold two.
+The first stage's loss therefore ends at its picture. The gradients with respect to the picture, from the reconstruction
+and from the discriminator, are taken on a detached copy, and the sum of picture * gradient is what descends. The
+discriminator learns from that same picture, detached, which the first turn leaves in the example: a second pass would
+cost as much again, and after an update the last micro-batch would have another picture than those before.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from dstrain import rng
+from dstrain.nn import adversarial, perceptual
+from dstrain.recipe import ConfigError, Section
+
+Nets = Mapping[str, Callable[..., Tensor]]        # part -> its engine, or its bare network
+Loss = Callable[[Nets, dict[str, Tensor]], dict[str, Tensor]]
+
+class Perceptual(Section):
+    path: str
+    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
+    weight: float = Field(1.0, ge=0)
+    """Of LPIPS, beside the reconstruction (of a clip: of one random real frame); 0 leaves it out."""
+
+
+class Discriminator(Section):
+    start: int = Field(50_000, ge=0)
+    """First optimizer step at which it learns and is learned from."""
+    weight: float = Field(0.5, ge=0)
+    """Length of the adversarial gradient with respect to the picture / length of the reconstruction's."""
+    n_layers: int = Field(3, ge=1)
+    """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
+    base_channels: int = Field(64, ge=1)
+    """Width of the first layer."""
+
+
+class Penalty(Section):
+    """R1 (Mescheder et al. 2018): half the weight times the discriminator's squared gradient at real pictures."""
+
+    form: Literal["approximate", "exact"] = "approximate"
+    """approximate: from one random step away, anywhere. exact: by double backward, where no weights are scattered."""
+    weight: float = Field(1.0, ge=0)
+    """Of the squared gradient; times `every`, since it stands for the steps in between."""
+    every: int = Field(4, ge=1)
+    """Steps from one penalty to the next."""
+    sigma: float = Field(0.1, gt=0)
+    """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
+
+
+def require_pictures(judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int],
+                     prefix: str = "") -> None:
+    """ConfigError: pictures (C, H, W) do not suit one of the sections, whose keys begin with `prefix`."""
+    channels, height, width = shape
+    if judge and channels == 4:
+        raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
+    if judge and min(height, width) < 16:
+        raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16 "
+                          "or more")
+    if discriminator and min(height, width) < (least := adversarial.least_size(discriminator.n_layers)):
+        raise ConfigError(f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
+                          f"image_size is {height} x {width}: take fewer layers")
+
+
+def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
+    """A line for `conflicts` where the perceptual distance of the section `key` counts and its weights are absent."""
+    if judge is None or not judge.weight or Path(judge.path).expanduser().exists():
+        return []
+    return [f"{key}.path={judge.path}: no weights are there: {perceptual.REMEDY}"]
+
+
+class PictureLoss:
+    """The perceptual distance and the adversary of a first stage; a section that is None leaves its part out.
+
+    Attributes: perceives, whether there is a perceptual term; adversarial, whether the discriminator takes part in the
+    step of the last call of `turns`.
+    """
+
+    def __init__(self, judge: Perceptual | None, discriminator: Discriminator | None,
+                 penalty: Penalty | None = None) -> None:
+        self.judge, self.discriminator, self.penalty = judge, discriminator, penalty
+        self.perceives = judge is not None and judge.weight > 0
+        self.adversarial, self._penalized = discriminator is not None, penalty is not None
+        self.network: perceptual.Perceptual | None = None                 # loaded where it is first needed
+
+    def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
+        """The parts of a first stage: its own with its loss, and `discriminator` where there is one."""
+        return {part: learn} | ({"discriminator": self.discriminate} if self.discriminator else {})
+
+    def networks(self, channels: int) -> dict[str, nn.Module]:
+        """The discriminator of pictures with that many channels; {} without one."""
+        if self.discriminator is None:
+            return {}
+        return {"discriminator": adversarial.PatchDiscriminator(channels, self.discriminator.base_channels,
+                                                                self.discriminator.n_layers)}
+
+    def turns(self, part: str, step: int) -> tuple[str, ...]:
+        """The first stage's part, and the discriminator from its start on. Before that no critique is learned from."""
+        # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
+        self.adversarial = self.discriminator is not None and step >= self.discriminator.start
+        self._penalized = self.adversarial and self.penalty is not None and step % self.penalty.every == 0
+        return (part, "discriminator") if self.adversarial else (part,)
+
+    def perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+        """The term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
+        if not self.perceives:
+            return {}
+        if self.network is None:                  # encoding and exporting a finished run do without
+            self.network = perceptual.Perceptual(self.judge.path).to(picture.device)
+        return {"perceptual": self.network(picture, truth)}
+
+    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """The terms recon and perceptual, weighted: (B,)."""
+        return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
+
+    def critique(self, nets: Nets, example: dict[str, Tensor], picture: Tensor, truth: Tensor,
+                 of_mean: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The terms critique and critique_weight, (B,), and the gradient of their product with respect to `picture`.
+
+        of_mean   the gradient (B, C, H, W) that it is balanced with, of a mean over the values of a picture.
+        Leaves picture and truth in the example for the discriminator's turn.
+        """
+        critique = -nets["discriminator"](picture).flatten(1).mean(1)
+        of_critique = adversarial.gradient(critique, picture)
+        values = picture[0].numel()               # LDM balances sums over the values, the reconstruction is a mean
+        weight = self.discriminator.weight / values * adversarial.balance(values * of_mean, of_critique)
+        example["original"], example["reconstruction"] = truth, picture.detach()
+        return {"critique": critique.detach(), "critique_weight": weight}, weight.view(-1, 1, 1, 1) * of_critique
+
+    def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The hinge loss on originals and on what the first stage made of them in its turn; mean logits of both, (B,);
+        where a penalty is due the squared slope at the originals, `slope`.
+        """
+        assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
+        truth, network, penalty = example["original"], nets["discriminator"], self.penalty
+        both, count = torch.cat((truth, example["reconstruction"])), len(truth)
+        if not self._penalized:
+            logits = network(both)
+        elif penalty.form == "exact":
+            logits, slope = network(both, count)
+        else:
+            step = penalty.sigma * rng.normal(example["key"], "penalty", tuple(truth.shape[1:]))
+            logits = network(torch.cat((both, truth + step)))
+            slope = adversarial.slope_between(logits[:count], logits[2 * count:], penalty.sigma)
+        real, fake = logits[:count], logits[count: 2 * count]
+        loss = adversarial.hinge(real, fake)
+        terms = {name: logit.detach().flatten(1).mean(1) for name, logit in (("real", real), ("fake", fake))}
+        if self._penalized:
+            loss = loss + penalty.every * penalty.weight / 2 * slope
+            terms["slope"] = slope.detach()
+        return terms | {"loss": loss.mean()}
+
+
+def descending(value: Tensor, pull: Tensor) -> Tensor:
+    """A loss that has the mean of `value` and the gradient of the mean of `pull`: (B,) each -> a scalar."""
+    return (value.detach() + (pull - pull.detach())).mean()
