@@ -19,7 +19,7 @@ from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_head
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
-SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
+SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")                 # part, rank, world
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ whole files, whose pages count against a container's memory.
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dstrain.engine.fragment_files import Fragment, Index, shard_name
+from dstrain.engine.fragment_files import SHARD, Fragment, Index, shard_name
 from dstrain.engine.streams import Files, render_header
 from dstrain.recipe import ConfigError
 
@@ -95,9 +94,8 @@ class Shards(Index):
 
 def _all_shards(folder: Path, part: str) -> list[str]:
     """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
-    pattern = re.compile(re.escape(part) + r"-(\d{5,})-of-(\d{5,})\.safetensors")
-    names = {tuple(map(int, match.groups())): path.name for path in folder.glob("*.safetensors")
-             if (match := pattern.fullmatch(path.name))}
+    names = {(int(match[2]), int(match[3])): path.name for path in folder.glob("*.safetensors")
+             if (match := SHARD.fullmatch(path.name)) and match[1] == part}
     if not names:
         raise ConfigError(f"no file {part}-*-of-*.safetensors in {folder}")
     worlds = {world for _, world in names}
