@@ -57,18 +57,16 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     tags = sorted(child.name for child in path.iterdir() if child.is_dir() and files(child))
     if not tags:
         return None
-    chosen, source = tag, "--tag"
+    source = "--tag"
     if tag is None and (path / "latest").is_file():
-        chosen = (path / "latest").read_text(encoding="utf-8", errors="replace").strip() or None
-        source = "the file latest says"
-    if chosen is None and len(tags) == 1:
-        chosen = tags[0]
-    if chosen is None:
+        tag, source = (path / "latest").read_text(encoding="utf-8", errors="replace").strip(), "the file latest says"
+    tag = tag or (tags[0] if len(tags) == 1 else None)
+    if tag is None:
         raise ConfigError(f"{path} holds several checkpoints and no file latest that names one: choose with "
                           f"--tag {' | '.join(tags)}")
-    if chosen not in tags:
-        raise ConfigError(f"{source} {chosen}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
-    return path / chosen
+    if tag not in tags:
+        raise ConfigError(f"{source} {tag}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
+    return path / tag
 
 
 def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
@@ -97,12 +95,11 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
                           f"({type(error).__name__}: {error})") from None
-    sums: dict[Path, list[tuple[Span, int]]] = {}
-    for path, content in contents.items():
-        sums[path] = sorted(content.sums.items(), key=lambda pair: pair[0].offset)
+    storages = {path: sorted(content.sums, key=lambda span: span.offset) for path, content in contents.items()}
     for span in {span for entry in merged.entries for span in entry.source.spans}:
-        around = sums[span.path][bisect.bisect(sums[span.path], span.offset, key=lambda pair: pair[0].offset) - 1]
-        merged.sums[around[0]] = around[1]
+        number = bisect.bisect(storages[span.path], span.offset, key=lambda storage: storage.offset) - 1
+        storage = storages[span.path][number]
+        merged.sums[storage] = contents[span.path].sums[storage]
     return merged
 
 
@@ -162,8 +159,8 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
         value, holder = module.get(name), name
         if not isinstance(name, str) or name == "__metadata__":
             raise TypeError(f"a weight named {name!r}")
-        if holder not in trained and holder not in frozen and holder not in buffers:
-            holder = shared.get(holder, holder)
+        if name not in trained and name not in frozen and name not in buffers:
+            holder = shared.get(name, name)
         if holder == name and name not in trained and isinstance(value, Stored):
             holder = names_by_place.get(value.spans, name)     # tied, though shared_params does not list it
         if holder != name:

@@ -97,8 +97,8 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
-        raise ConfigError(f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: too many tensors for one "
-                          "file (launch/consolidate.py makes more files with a smaller --shard-size)")
+        raise ConfigError(f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
+                          "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -189,8 +189,7 @@ class Files:
 
 
 def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order and in the type asked for, by way of `chunk`; each valid until the next.
-    """
+    """The bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
     source = entry.source
     for span in source.spans:
         buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
