@@ -127,8 +127,6 @@ def look(order: Order) -> Plan:
     return _of_dstrain(order, checkpoint)
 
 
-# ------------------------------------------------------------------------------------------------------------ dstrain's
-
 def _checkpoint(source: Path, step: int | None) -> Path | None:
     """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
     store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
@@ -239,8 +237,6 @@ def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away: the weights "
                           "do not need it") from None
 
-
-# ---------------------------------------------------------------------------------------------------------- DeepSpeed's
 
 def _of_deepspeed(order: Order, folder: Path) -> Plan:
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):

@@ -82,8 +82,6 @@ class Checkpoints:
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last)
 
-    # ------------------------------------------------------------------------------------------------------- writing
-
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and moments."""
         masters = self._engines.masters[part]
@@ -128,8 +126,6 @@ class Checkpoints:
             counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
                               "scaler": masters.scaler_state}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
-
-    # ------------------------------------------------------------------------------------------------------- reading
 
     def load(self, path: Path) -> None:
         """Reads a checkpoint of any world size and stage into these engines."""

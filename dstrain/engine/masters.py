@@ -16,6 +16,8 @@ padding.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,18 +55,16 @@ def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
     """
     errors: list[OSError | RuntimeError] = []
 
-    def keeping_errors(write: Callable[..., Any]) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:                      # torch.save raises RuntimeError
-                errors.append(error)
-        return attempt
+    def attempt(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:                          # torch.save raises RuntimeError
+            errors.append(error)
 
     writers = [writer for engine in engines
                for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))]
     for owner, name in writers:
-        setattr(owner, name, keeping_errors(getattr(owner, name)))
+        setattr(owner, name, partial(attempt, getattr(owner, name)))
     try:
         yield
     finally:
@@ -120,14 +120,13 @@ class Masters:
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         rank = dist.get_rank(self._zero.dp_process_group)
-        for weights in self._zero.fp16_groups:
-            for weight in weights:
-                number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
-                start = min(rank * length, weight.ds_numel)               # the last partition is padded
-                numel = min(length, weight.ds_numel - start)
-                if numel > 0:
-                    fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
-                    self.fragments.append((fragment, number, offset))
+        for weight in chain.from_iterable(self._zero.fp16_groups):
+            number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
+            start = min(rank * length, weight.ds_numel)                   # the last partition is padded
+            numel = min(length, weight.ds_numel - start)
+            if numel > 0:
+                fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
+                self.fragments.append((fragment, number, offset))
 
     def _compute_flats(self) -> Sequence[Tensor]:
         """This rank's shares of the weights that the network computes with, aligned with the flats."""
@@ -234,16 +233,12 @@ class Masters:
     def updates(self, count: int) -> None:
         for number in range(len(self.flats)):
             state = self._state(number)
-            if torch.is_tensor(state["step"]):
-                state["step"].fill_(count)
-            else:
-                state["step"] = count
+            state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
         return self.engine.zero_optimization_stage()
 
     @property

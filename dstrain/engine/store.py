@@ -42,8 +42,6 @@ class Store:
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
-    # ---------------------------------------------------------------------------------- writing
-
     def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None, need_bytes: int = 0) -> bool:
         """begin, write(folder) on every rank, commit. True: the step exists and is whole."""
         folder = self.begin(step, need_bytes)
@@ -116,8 +114,6 @@ class Store:
                 scored.append((score, step))
         return min(scored)[::-1] if scored else None
 
-    # ---------------------------------------------------------------------------------- reading
-
     def newest(self, report: Callable[[str], None] = print) -> tuple[int, Path] | None:
         """The newest step whose every file verifies, and its folder; None without any.
 
@@ -154,8 +150,6 @@ class Store:
         problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or None
-
-    # ----------------------------------------------------------------------------------- within
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
