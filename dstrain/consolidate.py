@@ -129,17 +129,16 @@ def look(order: Order) -> Plan:
 
 def _checkpoint(source: Path, step: int | None) -> Path | None:
     """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
-    store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
     if (source / NAME).exists() or (source / COMMON).exists():
         match = _STEP.fullmatch(source.name)
         if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
-    if store is None:
-        if (source / "run.yaml").exists():
-            raise ConfigError(f"{source} holds no checkpoint yet: train first")
+    steps = _steps(source / "checkpoints") or _steps(source)
+    if not steps and (source / "run.yaml").exists():
+        raise ConfigError(f"{source} holds no checkpoint yet: train first")
+    if not steps:
         return None
-    steps = _steps(store)
     if step is not None and step not in steps:
         raise ConfigError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
                           f"{', '.join(map(str, steps))}")
@@ -162,8 +161,8 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
-    recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
-                   if path.exists()), None)
+    recipe = next((folder / "run.yaml" for folder in (checkpoint.parent.parent, checkpoint.parent)
+                   if (folder / "run.yaml").exists()), None)
     plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: fragment_files.Fragments(checkpoint, part, files) for part in parts}

@@ -43,10 +43,8 @@ class Snapshot:
             counts = [len(values) for _, _, values in live]
             if part not in self._buffers:
                 self._buffers[part] = _host_buffer(sum(counts))
-            targets = self._buffers[part].split(counts)
-            copies[part] = [(kind, fragment, target) for (kind, fragment, _), target in zip(live, targets)]
-            for target, (_, _, values) in zip(targets, live):
-                target.copy_(values, non_blocking=True)
+            copies[part] = [(kind, fragment, target.copy_(values, non_blocking=True))
+                            for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies

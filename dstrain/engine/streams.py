@@ -22,6 +22,7 @@ from dstrain.recipe import ConfigError
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _CHUNK = 1 << 18            # bytes on the host at a time: they fit into the cache of a core
 _MAX_HEADER = 100_000_000   # the limit of the safetensors library
 _OPEN_FILES = 64            # a thousand would meet the limit on descriptors
@@ -218,10 +219,10 @@ def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
     if dtype == "BF16":
         values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     else:
-        values = np.frombuffer(raw, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
+        values = np.frombuffer(raw, _NUMPY[dtype])
     with np.errstate(over="ignore", invalid="ignore"):
         if entry.dtype != "BF16":
-            cast = values.astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[entry.dtype])
+            cast = values.astype(_NUMPY[entry.dtype])
             if np.isinf(cast).any() and not np.isinf(values).any():
                 raise ConfigError(f"{entry.name} holds values beyond {entry.dtype}: take --dtype bfloat16 or float32")
         else:
