@@ -23,15 +23,12 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from dstrain.command import cli
 from dstrain.ranks import group
-
-if TYPE_CHECKING:
-    from dstrain.engine.checkpoint import Checkpoints
 
 ROUNDS = 3
 
@@ -102,7 +99,7 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     return figures
 
 
-def beside_training(checkpoints: "Checkpoints", step: Callable[[int], object]) -> dict[str, float]:
+def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str, float]:
     """Seconds of saves while steps go on: what training waits for, the whole save, and a step meanwhile."""
     stalls, wholes, steps = [], [], []
     for number in range(ROUNDS + 1):                               # the first makes the buffers
