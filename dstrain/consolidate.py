@@ -32,7 +32,6 @@ from dstrain.engine.streams import Entry
 from dstrain.ranks.place import place
 from dstrain.recipe import ConfigError
 
-
 Update = Callable[[int], Any]                  # as tqdm.update: called with the bytes done since the last call
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _STEP = re.compile(r"step_(\d{8,})")
@@ -128,21 +127,18 @@ def look(order: Order) -> Plan:
     return _of_dstrain(order, checkpoint)
 
 
-# ------------------------------------------------------------------------------------------------------------ dstrain's
-
 def _checkpoint(source: Path, step: int | None) -> Path | None:
     """The folder of one checkpoint of dstrain's; None: the source is neither a run nor a checkpoint of dstrain's."""
-    store = next((folder for folder in (source / "checkpoints", source) if _steps(folder)), None)
     if (source / NAME).exists() or (source / COMMON).exists():
         match = _STEP.fullmatch(source.name)
         if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
-    if store is None:
-        if (source / "run.yaml").exists():
-            raise ConfigError(f"{source} holds no checkpoint yet: train first")
+    steps = _steps(source / "checkpoints") or _steps(source)
+    if not steps and (source / "run.yaml").exists():
+        raise ConfigError(f"{source} holds no checkpoint yet: train first")
+    if not steps:
         return None
-    steps = _steps(store)
     if step is not None and step not in steps:
         raise ConfigError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
                           f"{', '.join(map(str, steps))}")
@@ -165,8 +161,8 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
-    recipe = next((path for path in (checkpoint.parent.parent / "run.yaml", checkpoint.parent / "run.yaml")
-                   if path.exists()), None)
+    recipe = next((folder / "run.yaml" for folder in (checkpoint.parent.parent, checkpoint.parent)
+                   if (folder / "run.yaml").exists()), None)
     plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: fragment_files.Fragments(checkpoint, part, files) for part in parts}
@@ -187,16 +183,25 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
             plan.parts[part] = entries + list(fragment_files.buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
-    plan.verify = lambda update: _verify(checkpoint, sorted(used), files, update)
+
+    def verify(update: Update) -> None:
+        for name in sorted(used):
+            if problems := faults(checkpoint, [name], files):
+                raise fragment_files.damaged(checkpoint, problems[0])
+            update(files[name]["size"])
+
+    plan.verify = verify
     return plan
 
 
 def _facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
     """What consolidated.json says of a checkpoint with the manifest `body`."""
-    run, data = _run(recipe), recipe and recipe.with_name("data.txt")
+    import yaml
+    run = _parsed(recipe, yaml.safe_load)
+    run = run if isinstance(run, dict) else {}
     return {"step": body["step"], "seed": run.get("seed"), "system": run.get("system"), "run": run.get("name"),
             "world": body["world"], "versions": body["versions"], "score": body["extra"].get("score"),
-            "data": _text(data).strip() if data and data.exists() else None,
+            "data": _parsed(recipe and recipe.with_name("data.txt"), str.strip),
             "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest()}
 
 
@@ -219,39 +224,18 @@ def _kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[floa
     return f"ema.{decay!r}" if own else "master"
 
 
-def _verify(checkpoint: Path, names: list[str], files: dict[str, dict], update: Update) -> None:
-    """Reads files and compares them with `files` of the manifest."""
-    for name in names:
-        if problems := faults(checkpoint, [name], files):
-            raise fragment_files.damaged(checkpoint, problems[0])
-        update(files[name]["size"])
-
-
-def _run(recipe: Path | None) -> dict[str, Any]:
-    """The content of run.yaml."""
-    if recipe is None:
-        return {}
+def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
+    """What a text file beside the weights holds; None: there is none. ConfigError: it cannot be read."""
+    if path is None or not path.exists():
+        return None
     import yaml
     try:
-        content = yaml.safe_load(_text(recipe))
-    except yaml.YAMLError as error:
-        raise _unreadable(recipe, str(getattr(error, "problem", None) or error)) from None
-    return content if isinstance(content, dict) else {}
+        return parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = "no UTF-8" if isinstance(error, UnicodeDecodeError) else str(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away: the weights "
+                          "do not need it") from None
 
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise _unreadable(path, "no UTF-8") from None
-
-
-def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away: the "
-                       "weights do not need it")
-
-
-# ---------------------------------------------------------------------------------------------------------- DeepSpeed's
 
 def _of_deepspeed(order: Order, folder: Path) -> Plan:
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):

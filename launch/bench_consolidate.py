@@ -29,7 +29,6 @@ Most of the fragments' time is hashes, of 16 bytes a parameter where 4 are writt
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import statistics
@@ -69,9 +68,9 @@ def main() -> None:
         made(root, options.parameters)
         for stage in (2, 3):
             source = root / f"stage{stage}"
-            ways = {"zero_to_fp32": theirs(source), "consolidate": ours(source)}
+            ways = {"zero_to_fp32": deepspeeds(source), "consolidate": dstrains(source)}
             if stage == 2:
-                ways["fragments"] = ours(root / "fragments", "--weights", "ema")
+                ways["fragments"] = dstrains(root / "fragments", "--weights", "ema")
             report(f"stage {stage}", measured(ways, root / "out", options.rounds))
 
 
@@ -89,9 +88,6 @@ def made(root: Path, parameters: int) -> None:
 def write(folder: str, parameters: int) -> None:
     """ZeRO-2 and ZeRO-3 files as DeepSpeed lays them out, but for what no merging reads, and dstrain's own."""
     import torch                               # not above: this process's memory is the least that is measured
-    from safetensors.torch import save_file
-
-    from dstrain.engine.fragments import Fragment, shard_name, write_shard
 
     root, width = Path(folder), 2048
     rows = [width] * (parameters // width**2) + [parameters % width**2 // width]
@@ -124,7 +120,16 @@ def write(folder: str, parameters: int) -> None:
                             "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": stage}},
                             "ds_version": "0.19.8"},
                            tag / f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt")
-    step = root / "fragments" / "checkpoints" / "step_00000001"
+    write_fragments(root / "fragments" / "checkpoints" / "step_00000001", shapes, flat, starts)
+
+
+def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[str, int]) -> None:
+    """dstrain's checkpoint of the weights `flat`; `starts`: where each begins in it."""
+    import torch
+    from safetensors.torch import save_file
+
+    from dstrain.engine.fragments import Fragment, shard_name, write_shard
+
     step.mkdir(parents=True)
     for rank in range(RANKS):
         entries = [(kind, Fragment(name, tuple(shape), rank * (n := shape.numel() // RANKS), n),
@@ -137,7 +142,7 @@ def write(folder: str, parameters: int) -> None:
     (step / NAME).write_bytes(render(body))
 
 
-def theirs(source: Path) -> Callable[[Path], list[str]]:
+def deepspeeds(source: Path) -> Callable[[Path], list[str]]:
     """DeepSpeed's own script, copied into the checkpoint as its engine does."""
     spec = find_spec("deepspeed")
     assert spec and spec.origin
@@ -145,21 +150,21 @@ def theirs(source: Path) -> Callable[[Path], list[str]]:
     return lambda out: [sys.executable, script, str(source), str(out), "--safe_serialization"]
 
 
-def ours(source: Path, *options: str) -> Callable[[Path], list[str]]:
+def dstrains(source: Path, *options: str) -> Callable[[Path], list[str]]:
     script = str(root_folder() / "launch" / "consolidate.py")
     return lambda out: [sys.executable, script, str(source), "--out", str(out), *options]
 
 
 def measured(ways: dict[str, Callable[[Path], list[str]]], out: Path, rounds: int) -> dict[str, list[Figures]]:
     """Figures of every round but the first, which brings the files into memory, and is compared."""
-    found: dict[str, list[Figures]] = {name: [] for name in ways}
+    figures: dict[str, list[Figures]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            found[name].append(run(way(out / name)))
+            figures[name].append(run(way(out / name)))
         compared = number == 0 and all(same(out / "zero_to_fp32", out / name) for name in ways)
         assert number or compared, "the programs wrote different bits"
         shutil.rmtree(out)
-    return {name: figures[1:] for name, figures in found.items()}
+    return {name: rounds[1:] for name, rounds in figures.items()}
 
 
 def run(words: list[str]) -> Figures:
@@ -168,33 +173,32 @@ def run(words: list[str]) -> Figures:
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": str(root_folder())})
     assert process.stderr
-    said = process.stderr.read()
+    errors = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = status
-    assert status == 0, said[-3000:]
+    assert status == 0, errors[-3000:]
     return Figures(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3)
 
 
 def same(a: Path, b: Path) -> bool:
     """Whether two folders hold the same tensors, to the bit."""
     def bits(folder: Path) -> dict[str, bytes]:
-        found = {}
+        hashes = {}
         for path in sorted(folder.glob("*.safetensors")):
-            header, _, data = read_header(path)
             with open(path, "rb") as file:
-                for name, entry in header.items():
-                    first, last = entry["data_offsets"]
-                    file.seek(data + first)
-                    found[f"{name} {json.dumps(entry['shape'])}"] = hashlib.blake2b(file.read(last - first)).digest()
-        return found
+                for name, tensor in read_header(path)[0].items():
+                    file.seek(tensor.spans[0].offset)
+                    hashes[f"{name} {tensor.shape}"] = hashlib.blake2b(file.read(tensor.spans[0].nbytes)).digest()
+        return hashes
     return bits(a) == bits(b) != {}
 
 
-def report(title: str, found: dict[str, list[Figures]]) -> None:
+def report(title: str, rounds: dict[str, list[Figures]]) -> None:
+    """Prints the best of each way's rounds, and its ratios to zero_to_fp32."""
     best = {name: Figures(min(f.seconds for f in figures), min(f.cpu for f in figures), max(f.memory for f in figures))
-            for name, figures in found.items()}
+            for name, figures in rounds.items()}
     base = best["zero_to_fp32"]
-    for name, figures in found.items():
+    for name, figures in rounds.items():
         mine, median = best[name], statistics.median(f.seconds for f in figures)
         print(f"{title:8} {name:13} {mine.seconds:6.2f} s (median {median:6.2f}), CPU {mine.cpu:6.2f} s, "
               f"{mine.memory:5.0f} MB; ratios {mine.seconds / base.seconds:.3f}, {mine.cpu / base.cpu:.3f}, "

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
               for flats in (masters.flats, *map(masters.moments, MOMENTS), *ema.flats.get(part, {}).values())
               for flat in flats]
     size = sum(flat.numel() for flat in values)
-    found = {"GB": 4 * size / 1e9}
+    figures = {"GB": 4 * size / 1e9}
 
     def least(name: str, timed: Callable[[int], object]) -> None:
         seconds = []
@@ -80,37 +81,42 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
             timed(number)
             wait()
             seconds.append(time.perf_counter() - begun)
-        found[name] = min(seconds)
+        figures[name] = min(seconds)
 
     least("copy", copier(values, size))
     least("raw write", lambda number: written(folder / f"raw{group.rank()}", lambda file: [
         file.write(flat.cpu().numpy().data) for flat in values]))
     least("torch.save", lambda number: written(folder / f"pickled{group.rank()}",
                                                lambda file: torch.save(values, file)))
-    said: list[str] = []
-    plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), said.append)
+    lines: list[str] = []
+    plain = Checkpoints(folder / "plain", engines, ema, system, Save(asynchronous=False), lines.append)
     least("save", lambda number: plain.save(1 + number))
-    beside = Checkpoints(folder / "beside", engines, ema, system, Save(), said.append)
+    beside = Checkpoints(folder / "beside", engines, ema, system, Save(), lines.append)
     least("step", step)
+    figures |= beside_training(beside, step)
+    if (plain.saver.newest, beside.saver.newest) != (ROUNDS, ROUNDS + 1):
+        raise ConfigError(f"folder={job.run.directory}: not every save succeeded", *lines)
+    return figures
+
+
+def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str, float]:
+    """Seconds of saves while steps go on: what training waits for, the whole save, and a step meanwhile."""
     stalls, wholes, steps = [], [], []
     for number in range(ROUNDS + 1):                               # the first makes the buffers
         wait()
         begun = time.perf_counter()
-        beside.save(1 + number)
+        checkpoints.save(1 + number)
         stalls.append(time.perf_counter() - begun)
-        while True:
-            at = time.perf_counter()
+        under_way = True
+        while under_way:
+            step_begun = time.perf_counter()
             step(number)
             wait()
-            steps.append(time.perf_counter() - at)
-            if not group.agree(beside.saver.under_way):
-                break
-        beside.saver.settle()
+            steps.append(time.perf_counter() - step_begun)
+            under_way = group.agree(checkpoints.saver.under_way)
+        checkpoints.saver.settle()
         wholes.append(time.perf_counter() - begun)
-    if (plain.saver.newest, beside.saver.newest) != (ROUNDS, ROUNDS + 1):
-        raise ConfigError(f"folder={job.run.directory}: not every save succeeded", *said)
-    return found | {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes),
-                    "step beside": min(steps)}
+    return {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes), "step beside": min(steps)}
 
 
 def copier(values: list[torch.Tensor], size: int) -> Callable[[int], object]:
@@ -136,14 +142,14 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def report(found: dict[str, float]) -> None:
+def report(figures: dict[str, float]) -> None:
     """Prints seconds and ratios, on rank 0."""
     if group.rank():
         return
-    print("\n".join(f"  {name:22} {value:.4g}" for name, value in found.items()))
+    print("\n".join(f"  {name:22} {value:.4g}" for name, value in figures.items()))
     for over, under in (("stall", "copy"), ("stall", "torch.save"), ("save", "torch.save"), ("save", "raw write"),
                         ("step beside", "step")):
-        print(f"  {over + ' / ' + under:22} {found[over] / found[under]:.3f}")
+        print(f"  {over + ' / ' + under:22} {figures[over] / figures[under]:.3f}")
 
 
 if __name__ == "__main__":

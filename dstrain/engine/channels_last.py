@@ -1,7 +1,5 @@
 """Images as NHWC, the layout in which a GPU's convolutions are fastest (recipe: channels_last)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +9,8 @@ def use_channels_last(network: nn.Module) -> None:
 
     The weights keep theirs: they lie in ZeRO's flat buffers, which know one layout only.
     """
-    network.register_forward_pre_hook(_convert)
-
-
-def _convert(_network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
+    network.register_forward_pre_hook(lambda _, inputs: tuple(
+        _nhwc(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs))
 
 
 def _nhwc(x: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
+from dstrain.engine.fragment_files import COMMON, shard_name
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
@@ -47,7 +47,7 @@ class Checkpoints:
     def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
                  report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None):
         self.store = Store(folder, save.keep, save.keep_every)
-        self._native = save.format == "deepspeed"
+        self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines = engines
@@ -82,20 +82,15 @@ class Checkpoints:
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last)
 
-    # ------------------------------------------------------------------------------------------------------- writing
-
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        """Every kind of fp32 value of a part that is kept as fragments, in the masters' layout.
-
-        `native`: the checkpoint keeps master and moments in DeepSpeed's own files instead.
-        """
+        """Each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and moments."""
         masters = self._engines.masters[part]
         if not native:
             yield "master", masters.flats
             for moment in MOMENTS:
                 yield moment, masters.moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
-            yield _ema_kind(decay), flats
+            yield f"ema.{decay!r}", flats
 
     def _entries(self) -> Entries:
         """What this rank writes of each part: live values."""
@@ -117,11 +112,12 @@ class Checkpoints:
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
-        kept = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
-        return (1 << 20) + sum(4 * kept[part] * view.numel() for part, masters in self._engines.masters.items()
+        copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
+        return (1 << 20) + sum(4 * copies[part] * view.numel() for part, masters in self._engines.masters.items()
                                for _, view in masters.own_views(masters.flats))
 
     def _common(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Small state: tensors on the host, and each part's counters. They are copies, since training may go on."""
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
         for part, engine in self._engines.items():
@@ -130,8 +126,6 @@ class Checkpoints:
             counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
                               "scaler": masters.scaler_state}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
-
-    # ------------------------------------------------------------------------------------------------------- reading
 
     def load(self, path: Path) -> None:
         """Reads a checkpoint of any world size and stage into these engines."""
@@ -166,7 +160,7 @@ class Checkpoints:
                     self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
                 if source in shards.kinds():
                     for fragment, view in masters.views(flats):
-                        view.copy_(_read(shards, source, fragment))
+                        view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
         buffers = _within(common, f"buffer/{part}/")
@@ -174,8 +168,7 @@ class Checkpoints:
             if name in buffers:
                 _require_same_shapes(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
-        masters.updates = counters["updates"]
-        masters.skipped = counters["skipped"]
+        masters.updates, masters.skipped = counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
         masters.publish()
 
@@ -187,9 +180,8 @@ class Checkpoints:
                               f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
                               f"stage {stage} on {world} ranks with save.format=fragments: its next checkpoint resumes "
                               "anywhere")
-        loaded, _ = self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part,
-                                                        load_lr_scheduler_states=False)
-        if loaded is None:
+        if self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part,
+                                               load_lr_scheduler_states=False)[0] is None:
             raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
 
 
@@ -206,24 +198,13 @@ def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tenso
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
-    with safe_open(path / COMMON, "pt") as file:
-        prefix = f"buffer/{part}/"
-        weights |= {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
-    return weights
+    return weights | _within(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def ema_decays(path: Path, part: str) -> list[float]:
     """Decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
     with Shards(path, part) as shards:
-        return [float(kind.removeprefix("ema.")) for kind in shards.kinds() if kind.startswith("ema.")]
-
-
-def _ema_kind(decay: float) -> str:
-    return f"ema.{decay!r}"
-
-
-def _read(shards: Shards, kind: str, fragment: Fragment) -> Tensor:
-    return shards.read(kind, fragment.name, fragment.start, fragment.numel, fragment.shape)
+        return shards.decays()
 
 
 def _within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -232,10 +213,9 @@ def _within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a state dict holds."""
-    persistent = {name for prefix, child in module.named_modules()
-                  for name in (f"{prefix}.{own}" if prefix else own for own in child._buffers
-                               if own not in child._non_persistent_buffers_set)}
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    transient = {f"{prefix}.{name}" if prefix else name for prefix, child in module.named_modules()
+                 for name in child._non_persistent_buffers_set}
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
 
 
 def _require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:

@@ -38,7 +38,6 @@ _UNSUPPORTED = {
 class Checkpoint:
     """What one tag's folder holds."""
 
-    folder: Path
     entries: list[Entry]                       # by state-dict name, in its order
     tied: dict[str, str]                       # name: the other name of the same weight
     facts: dict[str, Any]                      # step, stage, world, the version that wrote it
@@ -57,18 +56,16 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
     tags = sorted(child.name for child in path.iterdir() if child.is_dir() and files(child))
     if not tags:
         return None
-    chosen, source = tag, "--tag"
+    source = "--tag"
     if tag is None and (path / "latest").is_file():
-        chosen = (path / "latest").read_text(encoding="utf-8", errors="replace").strip() or None
-        source = "the file latest says"
-    if chosen is None and len(tags) == 1:
-        chosen = tags[0]
-    if chosen is None:
+        tag, source = (path / "latest").read_text(encoding="utf-8", errors="replace").strip(), "the file latest says"
+    tag = tag or (tags[0] if len(tags) == 1 else None)
+    if tag is None:
         raise ConfigError(f"{path} holds several checkpoints and no file latest that names one: choose with "
                           f"--tag {' | '.join(tags)}")
-    if chosen not in tags:
-        raise ConfigError(f"{source} {chosen}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
-    return path / chosen
+    if tag not in tags:
+        raise ConfigError(f"{source} {tag}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
+    return path / tag
 
 
 def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
@@ -83,26 +80,24 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         more = f" and {len(asked) - 6} more" if len(asked) > 6 else ""
         raise ConfigError(f"{folder} is pickled, and asks for {', '.join(asked[:6])}{more}: if you know where it comes "
                           "from, give --trust-pickle; they are then read as empty shells, and still nothing is run")
-    for paths, key in ((optimizers, "optimizer_state_dict"), (models, "module")):
-        for path in paths.values():
-            value = contents[path].value
-            if not isinstance(value, dict) or key not in value:
-                raise ConfigError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another "
-                                  "folder")
+    values = {path: content.value for path, content in contents.items()}
+    for path, value in values.items():
+        key = "module" if path in models.values() else "optimizer_state_dict"
+        if not isinstance(value, dict) or key not in value:
+            raise ConfigError(f"{path} holds no {key}: DeepSpeed did not write it; restore it, or name another folder")
     try:
-        states = {rank: contents[path].value["optimizer_state_dict"] for rank, path in optimizers.items()}
+        states = {rank: values[path]["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
             _complete(folder, optimizers, models, states)
-        merged = _merged(folder, {rank: contents[path].value for rank, path in models.items()}, states, dtype)
+        merged = _merged(folder, {rank: values[path] for rank, path in models.items()}, states, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{folder} is no checkpoint of ZeRO 1 to 3 as DeepSpeed 0.9 to 0.19 writes it "
                           f"({type(error).__name__}: {error})") from None
-    sums: dict[Path, list[tuple[Span, int]]] = {}
-    for path, content in contents.items():
-        sums[path] = sorted(content.sums.items(), key=lambda pair: pair[0].offset)
+    storages = {path: sorted(content.sums, key=lambda span: span.offset) for path, content in contents.items()}
     for span in {span for entry in merged.entries for span in entry.source.spans}:
-        around = sums[span.path][bisect.bisect(sums[span.path], span.offset, key=lambda pair: pair[0].offset) - 1]
-        merged.sums[around[0]] = around[1]
+        number = bisect.bisect(storages[span.path], span.offset, key=lambda storage: storage.offset) - 1
+        storage = storages[span.path][number]
+        merged.sums[storage] = contents[span.path].sums[storage]
     return merged
 
 
@@ -145,43 +140,36 @@ def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], 
                           f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
                           "ds_to_universal.py")
     sharded = any("fp32_flat_groups" in state for state in states.values())
-    if states:
-        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
-        trained = dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
-    elif first.get("param_shapes"):
-        raise ConfigError(f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
-                          "ZeRO keeps the fp32 weights: copy them here")
-    else:
-        trained = _stage0(folder, module, buffers)
-    frozen = dict(_frozen(folder, models, sharded))
-    shared, tied = dict(first.get("shared_params") or {}), {}
+    trained = _trained(folder, first, states, sharded)
+    weights = dict(_frozen(folder, models, sharded)) | trained
+    shared = dict(first.get("shared_params") or {})
     names_by_place = {} if sharded else {value.spans: name for name, value in reversed(module.items())
                                if isinstance(value, Stored) and value.numel and name in trained}
-    entries, left_out = [], []
-    for name in dict.fromkeys((*module, *trained, *frozen)):
+    entries, tied, left_out = [], {}, []
+    for name in dict.fromkeys((*module, *trained, *weights)):
         value, holder = module.get(name), name
         if not isinstance(name, str) or name == "__metadata__":
             raise TypeError(f"a weight named {name!r}")
-        if holder not in trained and holder not in frozen and holder not in buffers:
-            holder = shared.get(holder, holder)
+        if name not in weights and name not in buffers:
+            holder = shared.get(name, name)
         if holder == name and name not in trained and isinstance(value, Stored):
             holder = names_by_place.get(value.spans, name)     # tied, though shared_params does not list it
         if holder != name:
             tied[name] = holder
-        if holder in trained or holder in frozen:
-            source, written = trained.get(holder) or frozen[holder], dtype
-        elif isinstance(value, Stored) and (name in buffers or not sharded):
-            source, written = value, "F32" if value.dtype in ("BF16", "F16") and name in buffers else value.dtype
-            written = written if name in buffers else dtype    # else frozen at stage 1, where no list names them
-        elif isinstance(value, Stored):
-            raise ConfigError(f"{folder}: {name} is in the network, and neither trained, frozen, tied nor a buffer "
-                              "here")
-        else:
+        if holder in weights:
+            source, written = weights[holder], dtype
+        elif not isinstance(value, Stored):
             left_out.append(name)                              # extra state: objects that are no tensors
             continue
+        elif name in buffers:
+            source, written = value, "F32" if value.dtype in ("BF16", "F16") else value.dtype
+        elif not sharded:
+            source, written = value, dtype                     # frozen at stage 1, where no list names them
+        else:
+            raise ConfigError(f"{folder}: {name} is in the network, and neither trained, frozen, tied nor a buffer")
         entries.append(Entry(name, source, written if source.dtype in FLOATS else source.dtype))
     stage = first.get("ds_config", {}).get("zero_optimization", {}).get("stage")
-    return Checkpoint(folder, entries, tied, {
+    return Checkpoint(entries, tied, {
         "step": first.get("global_steps"), "stage": 3 if sharded else stage, "world": len(states) or 1,
         "deepspeed": str(first.get("ds_version")), "left_out": left_out}, {})
 
@@ -229,6 +217,24 @@ class _Line:
             done += flat.numel
 
 
+def _trained(folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool) -> dict[str, Stored]:
+    """The fp32 masters; at stage 0 the network's own weights, unless it computes in less. `first`: rank 0's model."""
+    if states:
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
+        return dict(_stage3(folder, shapes, states) if sharded else _stage12(folder, shapes, states))
+    if first.get("param_shapes"):
+        raise ConfigError(f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
+                          "ZeRO keeps the fp32 weights: copy them here")
+    weights = {name: value for name, value in first["module"].items()
+               if isinstance(value, Stored) and name not in first["buffer_names"]}
+    low = [name for name, value in weights.items() if value.dtype in ("BF16", "F16")]
+    if low:
+        raise ConfigError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
+                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1 "
+                          "instead")
+    return weights
+
+
 def _stage12(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]) -> Iterator[tuple[str, Stored]]:
     """A group's weights lie one after another over all ranks' partitions, with gaps where DeepSpeed says so."""
     ranks = range(len(states))
@@ -239,8 +245,8 @@ def _stage12(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, 
         offset = 0
         for (name, shape), gap in itertools.zip_longest(group.items(), gaps, fillvalue=0):
             if all("param_slice_mappings" in states[rank] for rank in ranks):
-                spans = [span for rank in ranks if (at := states[rank]["param_slice_mappings"][number].get(name))
-                         for span in parts[rank].cut(at.start, at.numel)]
+                spans = [span for rank in ranks if (own := states[rank]["param_slice_mappings"][number].get(name))
+                         for span in parts[rank].cut(own.start, own.numel)]
             else:                                              # before DeepSpeed 0.8
                 spans = list(whole.cut(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
@@ -263,24 +269,13 @@ def _stage3(folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, A
                           f"{offset} of each; weights that were offloaded to NVMe are not in a checkpoint")
 
 
-def _stage0(folder: Path, module: Mapping[str, Any], buffers: set[str]) -> dict[str, Stored]:
-    """Without ZeRO the network's own weights are the fp32 ones, unless it computes in less."""
-    weights = {name: value for name, value in module.items() if isinstance(value, Stored) and name not in buffers}
-    low = [name for name, value in weights.items() if value.dtype in ("BF16", "F16")]
-    if low:
-        raise ConfigError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
-                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1 "
-                          "instead")
-    return weights
-
-
 def _frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
             line = _Line(shares)
-            numel = math.prod(shape)
-            yield name, _fitting(folder, name, Stored(line.dtype, tuple(shape), tuple(line.cut(0, numel))))
+            spans = tuple(line.cut(0, math.prod(shape)))
+            yield name, _fitting(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:
             yield name, shares[0]
 

@@ -64,15 +64,13 @@ class Engines(Mapping[str, Any]):
             shaped = torch.empty(full_shape(weight), device="meta")
             assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
             (with_decay if decays(name, shaped) else without).append(weight)
-        groups = [{"params": with_decay, "weight_decay": run.optimizer.weight_decay},
-                  {"params": without, "weight_decay": 0.0}]
+        groups = [{"params": weights, "weight_decay": decay} for weights, decay in
+                  ((with_decay, run.optimizer.weight_decay), (without, 0.0)) if weights]
         options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
         if offloads_optimizer(self.settings):
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([g for g in groups if g["params"]], adamw_mode=True,
-                                                            **options)
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         else:
-            optimizer = torch.optim.AdamW([g for g in groups if g["params"]], fused=torch.cuda.is_available() or None,
-                                          **options)
+            optimizer = torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **options)
         return deepspeed.initialize(model=network, optimizer=optimizer, config=dict(self.settings),
                                     dist_init_required=False)[0]
 

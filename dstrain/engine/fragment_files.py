@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_header, stored
+from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_header
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
-SHARD = re.compile(r"(\w[\w.-]*)-\d{5,}-of-(\d{5,})\.safetensors")
+SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")                 # part, rank, world
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Index:
     def _add(self, path: Path) -> None:
         entries: list[tuple[str, Fragment, Span]] = []
         try:
-            header, metadata, data = read_header(path)
+            tensors, metadata = read_header(path)
             for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
                 kind, name = key.split("/", 1)
                 fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)     # name#2 is its third piece
-                tensor = stored(path, header[key], data)
+                tensor = tensors[key]
                 if (tensor.dtype, tensor.shape) != ("F32", (numel,)):
                     raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says F32 [{numel}]")
                 entries.append((kind, fragment, tensor.spans[0]))
@@ -152,13 +152,13 @@ class Fragments(Index):
 def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     """Buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep them."""
     try:
-        header, _, data = read_header(checkpoint / COMMON)
+        tensors, _ = read_header(checkpoint / COMMON)
     except FileNotFoundError:
         raise damaged(checkpoint, f"{COMMON} is missing") from None
     except ConfigError as error:
         raise damaged(checkpoint, f"{COMMON}: {error}") from None
     prefix = f"buffer/{part}/"
-    for name, entry in header.items():
+    for name, tensor in tensors.items():
         if name.startswith(prefix):
-            dtype = "F32" if entry["dtype"] in FLOATS and SIZES[entry["dtype"]] < 4 else entry["dtype"]
-            yield Entry(name.removeprefix(prefix), stored(checkpoint / COMMON, entry, data), dtype)
+            dtype = "F32" if tensor.dtype in FLOATS and SIZES[tensor.dtype] < 4 else tensor.dtype
+            yield Entry(name.removeprefix(prefix), tensor, dtype)

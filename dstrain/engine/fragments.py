@@ -11,21 +11,17 @@ whole files, whose pages count against a container's memory.
 
 import json
 import os
-import re
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from dstrain.engine.fragment_files import Fragment, Index, shard_name
-from dstrain.engine.streams import MAX_HEADER, Span
+from dstrain.engine.fragment_files import SHARD, Fragment, Index, shard_name
+from dstrain.engine.streams import Files, render_header
 from dstrain.recipe import ConfigError
 
 _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
-_OPEN_FILES = 64            # shards held open: a thousand would meet the limit on descriptors
 
 
 def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
@@ -50,25 +46,16 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
             keys[key] = fragment, values.detach()
 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
-    header: dict = {"__metadata__": {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))}}
-    offset = 0
-    for key, (fragment, _) in keys.items():
-        end = offset + 4 * fragment.numel
-        header[key] = {"dtype": "F32", "shape": [fragment.numel], "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise ConfigError(f"{path}: a header of {len(text)} bytes, the limit is {MAX_HEADER}")
-
+    header = render_header(Path(path), ((key, "F32", [fragment.numel]) for key, (fragment, _) in keys.items()),
+                           {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))})
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for _, values in keys.values():
             for piece in values.split(_CHUNK):
                 file.write(piece.cpu().contiguous().numpy().data)
         file.flush()
         os.fsync(file.fileno())
-    return 8 + len(text) + offset
+        return file.tell()
 
 
 class Shards(Index):
@@ -79,7 +66,13 @@ class Shards(Index):
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
         super().__init__(Path(folder), part, _all_shards(Path(folder), part))
-        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._files = Files()
+
+    def __enter__(self) -> "Shards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.__exit__()
 
     def read(self, kind: str, name: str, start: int = 0, numel: int | None = None,
              shape: tuple[int, ...] | None = None) -> Tensor:
@@ -92,47 +85,17 @@ class Shards(Index):
             raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "
                               f"{self.shape(name)}")
         spans = self.spans(kind, name, start, None if numel is None else start + numel)
-        values = torch.empty(sum(span.nbytes for span in spans) // 4, dtype=torch.float32)
-        done = 0
-        for span in spans:
-            self._copy(span, values[done:done + span.nbytes // 4])
-            done += span.nbytes // 4
+        counts = [span.nbytes // 4 for span in spans]
+        values = torch.empty(sum(counts), dtype=torch.float32)
+        for span, piece in zip(spans, values.split(counts)):
+            self._files.read(span, memoryview(piece.numpy()).cast("B"))
         return values
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _copy(self, span: Span, into: Tensor) -> None:
-        file = self._open(span.path)
-        file.seek(span.offset)
-        left = memoryview(into.numpy()).cast("B")
-        while left:                                          # one read gives at most 2 GB
-            count = file.readinto(left)
-            if not count:
-                raise ConfigError(f"{span.path} ends early: it is truncated")
-            left = left[count:]
-
-    def _open(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            if len(self._files) >= _OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-            self._files[path] = open(path, "rb", buffering=0)
-        self._files.move_to_end(path)
-        return self._files[path]
 
 
 def _all_shards(folder: Path, part: str) -> list[str]:
     """The names of a part's shards by rank. ConfigError: there are none, or not one of every rank."""
-    pattern = re.compile(re.escape(part) + r"-(\d{5,})-of-(\d{5,})\.safetensors")
-    names = {tuple(map(int, match.groups())): path.name for path in folder.glob("*.safetensors")
-             if (match := pattern.fullmatch(path.name))}
+    names = {(int(match[2]), int(match[3])): path.name for path in folder.glob("*.safetensors")
+             if (match := SHARD.fullmatch(path.name)) and match[1] == part}
     if not names:
         raise ConfigError(f"no file {part}-*-of-*.safetensors in {folder}")
     worlds = {world for _, world in names}

@@ -51,10 +51,10 @@ def build(networks: Networks, seed: int, pieces: Callable[[], AbstractContextMan
     if reason is None:
         return {part: (network, initial_weights(network, seed)) for part, network in built.items()}
     note(reason)
-    copies = {part: (network, _copies(network)) for part, network in built.items()}
-    _require_same_on_all_ranks({f"{part}: {name}": value for part, (_, values) in copies.items()
-                                for name, value in values})
-    return copies
+    copies = {part: [(_join(prefix, name), tensor.detach().clone()) for prefix, module in network.named_modules()
+                     for name, tensor in _own(module).items()] for part, network in built.items()}
+    _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
+    return {part: (network, copies[part]) for part, network in built.items()}
 
 
 def initial_weights(network: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -163,34 +163,24 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(module._parameters.items()), **module._buffers}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _copies(network: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(_join(prefix, name), tensor.detach().clone())
-            for prefix, module in network.named_modules() for name, tensor in _own(module).items()]
+    # By items() alone: indexing ZeRO-3's own kind of dict gathers a partitioned parameter.
+    return {name: tensor for tensors in (module._parameters, module._buffers) for name, tensor in tensors.items()
+            if tensor is not None}
 
 
 @torch.no_grad()
 def _reset(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Values that the module's `reset_parameters` gives its own weights under a seed."""
-    kept = dict(module._parameters.items()), dict(module._buffers)
-    fresh: dict[str, Tensor] = {}
+    originals = [(tensors, name, tensor) for tensors in (module._parameters, module._buffers)
+                 for name, tensor in tensors.items() if tensor is not None]
     try:
-        for tensors in (module._parameters, module._buffers):
-            for name, old in list(tensors.items()):
-                if old is None:
-                    continue
-                dtype = torch.float32 if old.is_floating_point() else old.dtype
-                new = torch.zeros(full_shape(old), dtype=dtype)
-                fresh[name] = tensors[name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+        for tensors, name, old in originals:
+            new = torch.zeros(full_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype)
+            tensors[name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module.reset_parameters()
-        # Buffers may have been replaced rather than filled.
-        return {name: (module._parameters.get(name, module._buffers.get(name))).detach() for name in fresh}
+        return {name: tensors.get(name).detach() for tensors, name, _ in originals}  # a buffer may have been replaced
     finally:
-        for tensors, olds in zip((module._parameters, module._buffers), kept):
-            for name, old in olds.items():
-                tensors[name] = old
+        for tensors, name, old in originals:
+            tensors[name] = old

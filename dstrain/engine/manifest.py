@@ -1,7 +1,6 @@
 """The seal of a checkpoint: manifest.json, with size and hash of every file and a hash of itself.
 
-The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so that threads share a
-large file.
+The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so that threads share a large file.
 """
 
 import hashlib
@@ -85,12 +84,12 @@ def faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]
         actual = hash_files(folder, [name for name in names if (folder / name).is_file()])
     except OSError as error:
         return [f"{type(error).__name__}: {error}"]
-    wrong = []
+    problems = []
     for name in names:
         if name not in actual:
-            wrong.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         elif (size := actual[name]["size"]) < listed[name]["size"]:
-            wrong.append(f"{name} is truncated to {size} of {listed[name]['size']} bytes")
+            problems.append(f"{name} is truncated to {size} of {listed[name]['size']} bytes")
         elif actual[name] != listed[name]:
-            wrong.append(f"{name} has altered bytes")
-    return wrong
+            problems.append(f"{name} has altered bytes")
+    return problems

@@ -16,6 +16,8 @@ padding.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,18 +55,16 @@ def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
     """
     errors: list[OSError | RuntimeError] = []
 
-    def keeping_errors(write: Callable[..., Any]) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:                      # torch.save raises RuntimeError
-                errors.append(error)
-        return attempt
+    def attempt(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:                          # torch.save raises RuntimeError
+            errors.append(error)
 
     writers = [writer for engine in engines
                for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))]
     for owner, name in writers:
-        setattr(owner, name, keeping_errors(getattr(owner, name)))
+        setattr(owner, name, partial(attempt, getattr(owner, name)))
     try:
         yield
     finally:
@@ -120,14 +120,13 @@ class Masters:
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         rank = dist.get_rank(self._zero.dp_process_group)
-        for weights in self._zero.fp16_groups:
-            for weight in weights:
-                number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
-                start = min(rank * length, weight.ds_numel)               # the last partition is padded
-                numel = min(length, weight.ds_numel - start)
-                if numel > 0:
-                    fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
-                    self.fragments.append((fragment, number, offset))
+        for weight in chain.from_iterable(self._zero.fp16_groups):
+            number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
+            start = min(rank * length, weight.ds_numel)                   # the last partition is padded
+            numel = min(length, weight.ds_numel - start)
+            if numel > 0:
+                fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
+                self.fragments.append((fragment, number, offset))
 
     def _compute_flats(self) -> Sequence[Tensor]:
         """This rank's shares of the weights that the network computes with, aligned with the flats."""
@@ -176,12 +175,12 @@ class Masters:
     @contextmanager
     def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """The network computes with `flats` inside and, bit for bit, with the masters afterwards; on all ranks."""
-        kept = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
+        masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._show(flats)
         try:
             yield
         finally:
-            self._show(kept)
+            self._show(masters)
 
     @torch.no_grad()
     def _show(self, flats: Sequence[Tensor]) -> None:
@@ -195,26 +194,17 @@ class Masters:
                 self._zero._unflatten_partitioned_parameters(number)
             self._zero.checkpoint_event_epilogue()                        # gathers the persistent ones again
         elif not self.replicated:
-            self._gather_partitions()
-
-    def _gather_partitions(self) -> None:
-        from deepspeed.runtime.utils import all_gather_dp_groups
-        all_gather_dp_groups(groups_flat=self._zero.bit16_groups_flat,
-                             partitioned_param_groups=self._zero.parallel_partitioned_bit16_groups,
-                             dp_process_group=self._zero.real_dp_process_group,
-                             start_alignment_factor=self._zero.nccl_start_alignment_factor,
-                             allgather_bucket_size=self._zero.allgather_bucket_size)
+            from deepspeed.runtime.utils import all_gather_dp_groups
+            all_gather_dp_groups(groups_flat=self._zero.bit16_groups_flat,
+                                 partitioned_param_groups=self._zero.parallel_partitioned_bit16_groups,
+                                 dp_process_group=self._zero.real_dp_process_group,
+                                 start_alignment_factor=self._zero.nccl_start_alignment_factor,
+                                 allgather_bucket_size=self._zero.allgather_bucket_size)
 
     # ------------------------------------------------------------------------------------------------ optimizer state
 
     def _inner(self) -> torch.optim.Optimizer:
         return getattr(self._zero, "optimizer", self._zero)
-
-    def _key(self, number: int) -> Tensor:
-        """The tensor under which the optimizer keeps the state of a flat."""
-        if self.replicated and not hasattr(self._zero, "fp32_groups"):
-            return self._weights[number]
-        return self.flats[number]
 
     def reset_optimizer_state(self) -> None:
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
@@ -225,12 +215,12 @@ class Masters:
         return [self._state(number)[kind] for number in range(len(self.flats))]
 
     def _state(self, number: int) -> dict[str, Any]:
-        state = self._inner().state[self._key(number)]
+        optimizer, flat = self._inner(), self.flats[number]
+        # At stage 0 in fp32 the optimizer steps the parameter itself, and the flat is its data.
+        state = optimizer.state[flat if self.checks_gradients else self._weights[number]]
         if not state:
-            flat = self.flats[number]
-            counter = 0 if type(self._inner()).__name__ == "DeepSpeedCPUAdam" else torch.tensor(0.0)
-            if self._inner().defaults.get("fused"):
-                counter = torch.zeros((), dtype=torch.float32, device=flat.device)
+            device = flat.device if optimizer.defaults.get("fused") else "cpu"
+            counter = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else torch.tensor(0.0, device=device)
             state.update(step=counter, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS})
         return state
 
@@ -243,16 +233,12 @@ class Masters:
     def updates(self, count: int) -> None:
         for number in range(len(self.flats)):
             state = self._state(number)
-            if torch.is_tensor(state["step"]):
-                state["step"].fill_(count)
-            else:
-                state["step"] = count
+            state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
         return self.engine.zero_optimization_stage()
 
     @property

@@ -116,11 +116,9 @@ class Saver:
     def look(self) -> None:
         """Reports a save that has ended since the last call; cheap enough for every step."""
         pending = self._pending
-        if pending is None or pending.reported or self.under_way:
+        if pending is None or pending.reported or self.under_way or group.rank() != 0:
             return
         pending.reported = True
-        if group.rank() != 0:
-            return
         if pending.error is None:
             self.report(f"saved step {pending.step} in {pending.seconds:.1f} s; training waited {pending.waited:.2f} s"
                         f"{pending.remark}")
@@ -130,10 +128,10 @@ class Saver:
     def improves(self, score: float) -> bool:
         """Whether a score is lower than those of all checkpoints so far, a pending one included."""
         best, pending = self.store.best(), self._pending
-        others = [best[1]] if best else []
+        scores = [best[1]] if best else []
         if pending is not None and pending.score is not None and not (pending.ended.is_set() and pending.error):
-            others.append(pending.score)
-        return group.from_first(all(score < other for other in others))
+            scores.append(pending.score)
+        return group.from_first(all(score < earlier for earlier in scores))
 
     def close(self) -> None:
         """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
@@ -164,18 +162,15 @@ class Saver:
             self.store.save(pending.step, write, extra={"score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error
             if pending.error is None and group.rank() == 0:
-                self._note_saved(pending)
+                try:
+                    self._saved(pending.step)
+                except OSError as error:     # the checkpoint is whole all the same
+                    pending.remark = f"; but that was not written down: {error}"
         except Exception as error:           # such as a lost peer: raised where the save is awaited
             pending.error, pending.cause = group.lost(error) or f"{type(error).__name__}: {_first_line(error)}", error
         finally:
             pending.seconds = time.perf_counter() - pending.began
             pending.ended.set()
-
-    def _note_saved(self, pending: _Pending) -> None:
-        try:
-            self._saved(pending.step)
-        except OSError as error:             # the checkpoint is whole all the same
-            pending.remark = f"; but that was not written down: {error}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ _DEFAULTS = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,        # dstrain builds the optimizer, also an offloaded one
 }
-# "auto" of the Hugging Face configurations that can be decided here; buckets as in ds_configs/.
+# Decides "auto" of the Hugging Face configurations; buckets as in ds_configs/.
 _AUTO_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
               "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
 
@@ -95,14 +95,14 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
     """What is allowed and worth knowing before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) if bf16 else zero.get("compute_grad_norm", True)
-    found = []
+    lines = []
     if stage(settings) == 0 and precision(settings) != "fp32":
-        found.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
+        lines.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
     if precision(settings) != "fp16" and not checked and stage(settings) > 0:
-        found.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
+        lines.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
     if bf16 and device_type == "cpu" and not _multiplies_bf16():
-        found.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
-    return found
+        lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
+    return lines
 
 
 def _multiplies_bf16() -> bool:
@@ -136,11 +136,12 @@ def _read(path: Path) -> Settings:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Settings:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
+    section: Settings = {}
+    for key, value in pairs:
+        if key in section:
             raise KeyError(key)
-    return dict(pairs)
+        section[key] = value
+    return section
 
 
 def _optimizer(block: Any, run: Run) -> Iterator[str]:
@@ -179,28 +180,24 @@ def _recipes(settings: Settings, run: Run, world: int) -> Iterator[str]:
 
 
 def _agreement(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
-    if value == "auto" or value == own:
-        return
-    yield (f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: '
-           'write "auto" in the JSON, which leaves it to the recipe, or make both equal')
+    if value not in ("auto", own):
+        yield (f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
+               'JSON, which leaves it to the recipe, or make both equal')
 
 
 def _automatic(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
-        usual = device_type == "cuda" or _multiplies_bf16()
-        settings["bf16"]["enabled"] = precision(before) == "bf16" if before else usual
+        settings["bf16"]["enabled"] = (precision(before) == "bf16" if before else
+                                       device_type == "cuda" or _multiplies_bf16())
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
     for key in _autos(settings, ""):
         section, _, name = key.rpartition(".")
-        if name == "enabled":
-            yield f'"{key}" is "auto", which DeepSpeed reads as false: write true or false'
-        else:
-            within = f" within {section}" if section else ""
-            yield (f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for '
-                   "DeepSpeed's default")
+        within = f" within {section}" if section else ""
+        yield (f'"{key}" is "auto", which DeepSpeed reads as false: write true or false' if name == "enabled" else
+               f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for its default')
 
 
 def _autos(value: Any, key: str) -> Iterator[str]:

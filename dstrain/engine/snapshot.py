@@ -2,7 +2,6 @@
 
 import socket
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Snapshot:
         """Why a copy does not fit into the memory of some host, None if it fits everywhere; on all ranks together."""
         if self._buffers:
             return None
-        nbytes = 4 * sum(_numel(own) for own in entries.values())
+        nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
         ranks = group.objects((socket.gethostname(), nbytes, available_memory()))
         for host in dict.fromkeys(name for name, _, _ in ranks):
             needed = sum(count for name, count, _ in ranks if name == host)
@@ -41,12 +40,11 @@ class Snapshot:
         """The same entries by part with copies of their values; the copies of an earlier call are overwritten."""
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
+            counts = [len(values) for _, _, values in live]
             if part not in self._buffers:
-                self._buffers[part] = _host_buffer(_numel(live))
-            targets = self._buffers[part].split([len(values) for _, _, values in live])
-            copies[part] = [(kind, fragment, target) for (kind, fragment, _), target in zip(live, targets)]
-            for target, (_, _, values) in zip(targets, live):
-                target.copy_(values, non_blocking=True)
+                self._buffers[part] = _host_buffer(sum(counts))
+            copies[part] = [(kind, fragment, target.copy_(values, non_blocking=True))
+                            for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
@@ -67,10 +65,6 @@ def available_memory() -> int:
     except (OSError, ValueError, KeyError):                       # no container, or one of cgroups version 1
         pass
     return free
-
-
-def _numel(entries: Iterable[Entry]) -> int:
-    return sum(len(values) for _, _, values in entries)
 
 
 def _host_buffer(numel: int) -> Tensor:

@@ -23,15 +23,16 @@ def start(timeout_minutes: float = 30) -> None:
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
     os.environ.setdefault("MASTER_ADDR", _first_host())
     if "MASTER_PORT" not in os.environ:
-        # All ranks must know one port without a word between them; a process alone takes any free one.
-        os.environ["MASTER_PORT"] = str(_free_port() if place.world == 1 else _job_port())
+        # A process alone takes any free port. Several must know one port without a word between them: it follows from
+        # Slurm's job, so that two jobs on one host seldom meet.
+        port = _free_port() if place.world == 1 else 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
+        os.environ["MASTER_PORT"] = str(port)
     import deepspeed
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
     if not group.started():
-        timeout = timedelta(minutes=timeout_minutes)
-        # The timeout given to the first group does not hold for those that DeepSpeed and we make later.
-        groups = torch.distributed.distributed_c10d
+        # A timeout that is given to the first group alone does not hold for those that DeepSpeed and we make later.
+        groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
         try:
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
@@ -63,11 +64,6 @@ def _first_host() -> str:
     import subprocess
     return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
                           check=True).stdout.split()[0]
-
-
-def _job_port() -> int:
-    """A port that follows from Slurm's job, so that two jobs on one host seldom meet."""
-    return 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
 
 
 def _free_port() -> int:

@@ -5,11 +5,12 @@
     FOLDER/newest               a hint for people and scripts; resume does not trust it
     FOLDER/best                 likewise a hint: the step of the lowest score in its manifest
 
-The manifest is written last and synced, and then the folder is renamed. A step that verifies is
-never written again. Every method but steps() is called on all ranks and has the same outcome on all
-of them, whatever fails on any one; all ranks share the folder. What the files hold is not known here.
+The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
+Every method but steps() is called on all ranks and has the same outcome on all of them, whatever fails on any one; all
+ranks share the folder. What the files hold is not known here.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -41,10 +42,7 @@ class Store:
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
-    # ---------------------------------------------------------------------------------- writing
-
-    def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None,
-             need_bytes: int = 0) -> bool:
+    def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None, need_bytes: int = 0) -> bool:
         """begin, write(folder) on every rank, commit. True: the step exists and is whole."""
         folder = self.begin(step, need_bytes)
         if folder is None:
@@ -59,11 +57,11 @@ class Store:
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
         """The empty folder to write `step` into; `need_bytes` is what this rank will write.
 
-        None: there is nothing to do (`error` is None: the step exists and verifies, as after a
-        resume without a new step), or it cannot be done (`error` says why, such as no space).
+        None: there is nothing to do (`error` is None: the step exists and verifies, as after a resume without a new
+        step), or it cannot be done (`error` says why, such as no space).
         """
         self.error = None
-        if self._verify(step) is None:
+        if self.fault(step) is None:
             return None
         needed = sum(group.objects(int(need_bytes)))
         tmp = self._path(step, ".tmp")
@@ -74,8 +72,7 @@ class Store:
                 shutil.rmtree(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
-                raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, "
-                                  f"{needed / 1e6:.1f} MB are needed")
+                raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
             tmp.mkdir()
 
         self.error = self._on_first(prepare)
@@ -84,9 +81,9 @@ class Store:
     def commit(self, step: int, extra: dict | None = None, failed: str | None = None) -> bool:
         """Seals what the ranks have written since `begin`. True when the checkpoint is whole.
 
-        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks,
-        as after any fault here; older checkpoints stay as they are. `extra`: a small value of rank 0
-        for manifest(path)["extra"]. The checkpoint with the lowest extra["score"] is the best one.
+        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
+        here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
+        checkpoint with the lowest extra["score"] is the best one.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
@@ -117,15 +114,13 @@ class Store:
                 scored.append((score, step))
         return min(scored)[::-1] if scored else None
 
-    # ---------------------------------------------------------------------------------- reading
-
     def newest(self, report: Callable[[str], None] = print) -> tuple[int, Path] | None:
         """The newest step whose every file verifies, and its folder; None without any.
 
         Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
         for step in sorted(group.from_first(self.steps()), reverse=True):
-            reason = self._verify(step)
+            reason = self.fault(step)
             if reason is None:
                 return step, self._path(step)
             self.damaged.add(step)
@@ -138,34 +133,26 @@ class Store:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name))
 
-    # ----------------------------------------------------------------------------------- within
+    def fault(self, step: int) -> str | None:
+        """Why a step does not verify, None when it does; each rank reads its share of the files."""
+        path, body = self._path(step), {}
+
+        def read() -> None:
+            body.update(manifest(path))
+            if body["step"] != step:
+                raise ConfigError(f"{NAME} is of step {body['step']}")
+
+        if reason := self._on_first(read):
+            return reason
+        files = group.from_first(body)["files"]
+        largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
+        share = largest_first[group.rank() % group.world()::group.world()]
+        problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        return ", ".join(problems[:3]) + more or None
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
-
-    def fault(self, step: int) -> str | None:
-        """Why a step does not verify, None when it does. Call on all ranks."""
-        return self._verify(step)
-
-    def _verify(self, step: int) -> str | None:
-        """Why a step does not verify, None when it does; each rank reads its share of the files."""
-        path, result = self._path(step), (None, None)
-        if _first():
-            try:
-                body = manifest(path)
-                wrong = body["step"] != step
-                result = body, f"{NAME} is of step {body['step']}" if wrong else None
-            except (OSError, ValueError) as error:
-                result = None, _reason(error)
-        body, reason = group.from_first(result)
-        if reason is not None:
-            return reason
-        files = body["files"]
-        largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
-        share = largest_first[group.rank() % group.world()::group.world()]
-        wrong = [fault for some in group.objects(faults(path, share, files)) for fault in some]
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return ", ".join(wrong[:3]) + more or None
 
     def _hash_all(self, tmp: Path) -> dict[str, dict]:
         """Size and hash of every file, each synced and hashed by one rank; sets `error`."""
@@ -173,12 +160,11 @@ class Store:
         try:
             paths = [path for path in tmp.rglob("*") if path.is_file()]
             names = [path.relative_to(tmp).as_posix() for path in paths]
-            mine = [name for name in names if _owner(name) == group.rank() % group.world()]
-            files = hash_files(tmp, mine, sync=True)
+            files = hash_files(tmp, [name for name in names if _owner(name) == group.rank() % group.world()], sync=True)
         except Exception as error:
             fault = _reason(error)
         gathered = group.objects((names, files, fault))
-        merged = {name: entry for _, some, _ in gathered for name, entry in some.items()}
+        merged = {name: entry for _, hashes, _ in gathered for name, entry in hashes.items()}
         unseen = sorted({name for names, _, _ in gathered for name in names} - set(merged))
         self.error = _first_of([fault for _, _, fault in gathered])
         if self.error is None and unseen:
@@ -199,12 +185,17 @@ class Store:
         atomic.write(self.folder / pointer, f"{self._path(step).name}\n")
 
     def _delete_outdated(self) -> None:
+        """Keeps a damaged step only until a newer one is whole."""
         best = self.best()
         if best:
             self._point("best", best[0])
-        for step in _outdated(self.steps(), self.keep, self.keep_every, best and best[0], self.damaged):
-            gone = self._path(step, ".gone.tmp")             # a crash must not leave half a step_N
-            os.rename(self._path(step), gone)
+        steps = self.steps()
+        whole = [step for step in steps if step not in self.damaged]
+        keep = {best and best[0], *whole[-self.keep:]}
+        keep.update(step for step in whole if self.keep_every and step % self.keep_every == 0)
+        for step in steps:
+            if step not in keep and step < max(whole, default=0):
+                os.rename(self._path(step), self._path(step, ".gone.tmp"))     # a crash must not leave half a step_N
         for gone in self.folder.glob("step_*.tmp"):
             shutil.rmtree(gone)
 
@@ -219,15 +210,6 @@ class Store:
         return group.from_first(reason)
 
 
-def _outdated(steps: list[int], keep: int, keep_every: int, protected: int | None,
-              damaged: set[int]) -> list[int]:
-    """Steps to delete. A damaged one is never kept for itself, only until a newer one is whole."""
-    whole = [step for step in sorted(steps) if step not in damaged]
-    kept = {protected, *whole[-keep:]}
-    kept.update(step for step in whole if keep_every and step % keep_every == 0)
-    return [step for step in steps if step not in kept and step < max(whole, default=0)]
-
-
 def _owner(name: str) -> int:
     """The rank that hashes a file: the writer in its name, else any, the same on all ranks."""
     writer = _WRITTEN_BY.fullmatch(name)
@@ -235,7 +217,7 @@ def _owner(name: str) -> int:
 
 
 def _first() -> bool:
-    return group.rank() % group.world() == 0
+    return group.rank() % group.world() == 0                 # before the process group is started a rank is alone
 
 
 def _first_of(reasons: list[str | None]) -> str | None:

@@ -10,19 +10,22 @@ imported only to change a type. Types have the names of the safetensors format (
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from dstrain.engine.manifest import Digest
+from dstrain.engine.manifest import Digest, hash_files
 from dstrain.recipe import ConfigError
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _CHUNK = 1 << 18            # bytes on the host at a time: they fit into the cache of a core
-MAX_HEADER = 100_000_000   # bytes, the limit of the safetensors library
+_MAX_HEADER = 100_000_000   # the limit of the safetensors library
+_OPEN_FILES = 64            # a thousand would meet the limit on descriptors
 
 
 class Span(NamedTuple):
@@ -63,28 +66,41 @@ class Entry:
         return self.source.numel * SIZES[self.dtype]
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """(tensors, metadata, first byte of the data) of a safetensors file. ConfigError, without the path: it is none."""
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file. ConfigError, without the path: it is none."""
+    tensors = {}
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER:
+            if length > _MAX_HEADER:
                 raise ConfigError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
-        for entry in header.values():
+        for name, entry in header.items():
             first, last = entry["data_offsets"]
-            if last - first != math.prod(entry["shape"]) * SIZES[entry["dtype"]]:
+            span = Span(path, 8 + length + first, last - first)
+            tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), (span,))
+            if span.nbytes != tensors[name].numel * SIZES[entry["dtype"]]:
                 raise ConfigError("offsets that do not fit a shape")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"no readable safetensors file ({error})") from None
-    return header, metadata, 8 + length
+    return tensors, metadata
 
 
-def stored(path: Path, entry: dict[str, Any], data: int) -> Stored:
-    """One entry of `read_header`."""
-    first, last = entry["data_offsets"]
-    return Stored(entry["dtype"], tuple(entry["shape"]), (Span(path, data + first, last - first),))
+def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
+    """The bytes before the data of a safetensors file with these (name, type, shape). ConfigError: it is too long."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise ConfigError(f"{path}: a header of {len(text)} bytes, readers take {_MAX_HEADER}: one file for so many "
+                          "tensors is too few (launch/consolidate.py makes more with a smaller --shard-size)")
+    return len(text).to_bytes(8, "little") + text
 
 
 def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
@@ -107,17 +123,16 @@ def write_model(folder: Path, entries: list[Entry], shard_size: int, metadata: d
     """
     files = split(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else ["model.safetensors"]
+    by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
     folder.mkdir(parents=True, exist_ok=True)
-    written = {folder / name: _write_file(folder / name, some, metadata, progress) for name, some in zip(names, files)}
+    written = {folder / name: _write_file(folder / name, content, metadata, progress)
+               for name, content in by_name.items()}
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-                 "weight_map": {entry.name: name for name, some in zip(names, files) for entry in some}}
-        path, text = folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode()
-        path.write_bytes(text)
-        digest = Digest()
-        digest.update(memoryview(text))
-        written[path] = digest.entry()
+                 "weight_map": {entry.name: name for name, content in by_name.items() for entry in content}}
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written[path] = hash_files(folder, [path.name], sync=True)[path.name]
     return written
 
 
@@ -125,23 +140,14 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
                 progress: Callable[[int], Any]) -> dict[str, Any]:
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.nbytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.source.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise ConfigError(f"{path.name}: a header of {len(text)} bytes, readers take {MAX_HEADER}: give a smaller "
-                          "--shard-size")
-    with open(path, "wb", buffering=0) as out, _Files() as files:
-        digest, head = Digest(), memoryview(len(text).to_bytes(8, "little") + text)
-        digest.update(head)
-        _put(out, head)
+    header = render_header(path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries),
+                           {"format": "pt", **metadata})
+    digest, buffer = Digest(), memoryview(bytearray(_CHUNK))
+    with open(path, "wb", buffering=0) as out, Files() as files:
+        digest.update(memoryview(header))
+        _put(out, memoryview(header))
         for entry in entries:
-            for piece in _converted(entry, files):
+            for piece in _converted(entry, files, buffer):
                 digest.update(piece)
                 _put(out, piece)
                 progress(len(piece))
@@ -154,54 +160,49 @@ def _put(file: BinaryIO, data: memoryview) -> None:
         data = data[file.write(data):]
 
 
-class _Files:
-    """Reads spans through one buffer; the last file stays open, since spans of one file follow each other."""
+class Files:
+    """Reads spans. The files that were read last stay open, since the spans of one tensor may lie in many."""
 
     def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_CHUNK))
-        self._path: Path | None = None
-        self._file: BinaryIO | None = None
+        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file:
-            self._file.close()
+        while self._open:
+            self._open.popitem()[1].close()
 
-    def pieces(self, span: Span, into: memoryview | None = None) -> Iterator[memoryview]:
-        """The bytes of a span, at most a buffer full at a time, each valid until the next; in `into` all at once."""
-        if span.path != self._path:
-            self.__exit__()
-            self._path, self._file = span.path, open(span.path, "rb", buffering=0)
-        assert self._file
-        self._file.seek(span.offset)
-        buffer, left = self._buffer if into is None else into, span.nbytes
-        while left:
-            piece = buffer[:min(left, len(buffer))]
-            done = 0
-            while done < len(piece):                                     # one read gives at most 2 GB
-                count = self._file.readinto(piece[done:])
-                if not count:
-                    raise ConfigError(f"{span.path} ends early: it is truncated")
-                done += count
-            left -= len(piece)
-            yield piece
+    def read(self, span: Span, into: memoryview) -> None:
+        """The bytes of a span; `into` has room for exactly these. ConfigError: the file ends before."""
+        if span.path not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[span.path] = open(span.path, "rb", buffering=0)
+        self._open.move_to_end(span.path)
+        file = self._open[span.path]
+        file.seek(span.offset)
+        while into:                                           # one read gives at most 2 GB
+            count = file.readinto(into)
+            if not count:
+                raise ConfigError(f"{span.path} ends early: it is truncated")
+            into = into[count:]
 
 
-def _converted(entry: Entry, files: _Files) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order and in the type asked for."""
+def _converted(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
     source = entry.source
     for span in source.spans:
-        if source.strides is None:
-            pieces = files.pieces(span)
-        else:
-            pieces = iter([_gathered(source, b"".join(map(bytes, files.pieces(span))))])
-        for piece in pieces:
+        buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
+        for start in range(0, span.nbytes, len(buffer)):
+            piece = buffer[:span.nbytes - start]
+            files.read(Span(span.path, span.offset + start, len(piece)), piece)
+            if source.strides is not None:
+                piece = _gathered(source, piece)
             yield piece if source.dtype == entry.dtype else _cast(piece, source.dtype, entry)
 
 
-def _gathered(source: Stored, raw: bytes) -> memoryview:
+def _gathered(source: Stored, raw: memoryview) -> memoryview:
     import numpy as np
     size = SIZES[source.dtype]
     assert source.strides is not None
@@ -218,10 +219,10 @@ def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
     if dtype == "BF16":
         values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     else:
-        values = np.frombuffer(raw, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
+        values = np.frombuffer(raw, _NUMPY[dtype])
     with np.errstate(over="ignore", invalid="ignore"):
         if entry.dtype != "BF16":
-            cast = values.astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[entry.dtype])
+            cast = values.astype(_NUMPY[entry.dtype])
             if np.isinf(cast).any() and not np.isinf(values).any():
                 raise ConfigError(f"{entry.name} holds values beyond {entry.dtype}: take --dtype bfloat16 or float32")
         else:

@@ -9,6 +9,7 @@ Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
 """
 
 import io
+import math
 import pickle
 import zipfile
 import zlib
@@ -106,7 +107,7 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in members or "constants.pkl" in members:
         raise ConfigError("it holds a program (TorchScript) and no plain data" if "constants.pkl" in members else
-                       "it holds no data.pkl: torch.save did not write it")
+                          "it holds no data.pkl: torch.save did not write it")
 
     def place(info: zipfile.ZipInfo) -> Span:
         """Where a member's bytes stand."""
@@ -126,21 +127,12 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         file.seek(span.offset)
         return file.read(span.nbytes)
 
-    sums: dict[Span, int] = {}
-
-    def storage(key: str) -> Span:
-        info = members[f"data/{key}"]
-        span = place(info)
-        sums[span] = info.CRC
-        return span
-
     if "byteorder" in members and whole("byteorder") != b"little":
         raise ConfigError("its numbers are big-endian: save it again on this kind of machine")
     if members["data.pkl"].file_size > _SMALL:
         raise ConfigError(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
-
-    unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), path, storage)
-    return Content(unpickler.load(), frozenset(unpickler.asked), sums)
+    unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), lambda key: members[f"data/{key}"], place)
+    return Content(unpickler.load(), frozenset(unpickler.asked), unpickler.sums)
 
 
 class _Storage(NamedTuple):
@@ -149,10 +141,11 @@ class _Storage(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, path: Path, place: Callable[[str], Span]) -> None:
+    def __init__(self, file: Any, member: Callable[[str], zipfile.ZipInfo], place: Callable[[zipfile.ZipInfo], Span]):
         super().__init__(file, encoding="utf-8")
-        self.path, self.place = path, place
+        self._member, self._place = member, place
         self.asked: set[str] = set()
+        self.sums: dict[Span, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
@@ -176,7 +169,10 @@ class _Unpickler(pickle.Unpickler):
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, DType):
             raise ConfigError(f"it holds a {kind} that is no storage")
-        return _Storage(dtype.name, self.place(str(key)))
+        info = self._member(str(key))
+        span = self._place(info)
+        self.sums[span] = info.CRC
+        return _Storage(dtype.name, span)
 
 
 class _Rebuild:
@@ -193,23 +189,27 @@ class _Rebuild:
 
 
 class _Tensor(_Rebuild):
-    """A tensor of a storage; `offset` and strides in elements."""
+    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no class of storages has it, and
+    its metadata.
+    """
 
     __slots__ = ()
 
     def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
-                 _grad: bool = False, _hooks: Any = None, bits: Any = None) -> Stored:
-        return _placed(storage, storage.dtype, offset, size, strides, bits)
-
-
-class _TensorOf(_Rebuild):
-    """A tensor of a type that has no class of storages."""
-
-    __slots__ = ()
-
-    def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...], _grad: bool,
-                 _hooks: Any, dtype: DType, bits: Any = None) -> Stored:
-        return _placed(storage, dtype.name, offset, size, strides, bits)
+                 _grad: bool = False, _hooks: Any = None, *more: Any) -> Stored:
+        dtype = more[0].name if more and isinstance(more[0], DType) else storage.dtype
+        metadata = [value for value in more if value and not isinstance(value, DType)]
+        if not isinstance(storage, _Storage) or dtype not in SIZES or metadata:
+            raise ConfigError("it holds a tensor of a type, or in a form, that safetensors does not know")
+        shape, steps = tuple(map(int, size)), tuple(map(int, strides))
+        row_major = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+        plain = 0 in shape or all(step == usual or n == 1 for step, usual, n in zip(steps, row_major, shape))
+        reach = math.prod(shape) if plain else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
+        outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
+        if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:
+            raise ConfigError("it holds a tensor that reaches beyond its storage: it is damaged")
+        span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
+        return Stored(dtype, shape, (span,), None if plain else steps)
 
 
 class _Parameter(_Rebuild):
@@ -227,27 +227,8 @@ class _Typed(_Rebuild):
     __slots__ = ()
 
     def __call__(self, build: Any, kind: Any, args: Any, _state: Any) -> Any:
-        return build(*args) if kind == DType("a tensor") and isinstance(build, _PLAIN_REBUILDS) else Shell()
+        return build(*args) if kind == DType("a tensor") and isinstance(build, (_Tensor, _Parameter)) else Shell()
 
 
-_PLAIN_REBUILDS = (_Tensor, _TensorOf, _Parameter)
-_REBUILDS = {"_rebuild_tensor_v2": _Tensor, "_rebuild_tensor_v3": _TensorOf, "_rebuild_parameter": _Parameter,
+_REBUILDS = {"_rebuild_tensor_v2": _Tensor, "_rebuild_tensor_v3": _Tensor, "_rebuild_parameter": _Parameter,
              "_rebuild_parameter_with_state": _Parameter, "_rebuild_from_type_v2": _Typed}
-
-
-def _placed(storage: _Storage, dtype: str, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
-            bits: Any) -> Stored:
-    if not isinstance(storage, _Storage) or dtype not in SIZES or bits:
-        raise ConfigError("it holds a tensor of a type, or in a form, that safetensors does not know")
-    shape, steps, plain = tuple(map(int, size)), tuple(map(int, strides)), []
-    numel = 1
-    for n in reversed(shape):
-        plain.insert(0, numel)
-        numel *= n
-    ordinary = numel == 0 or all(step == usual or n == 1 for step, usual, n in zip(steps, plain, shape))
-    reach = numel if ordinary else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
-    outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
-    if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:
-        raise ConfigError("it holds a tensor that reaches beyond its storage: it is damaged")
-    span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
-    return Stored(dtype, shape, (span,), None if ordinary else steps)

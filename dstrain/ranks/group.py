@@ -82,9 +82,8 @@ def leave(seconds: float = 60.0) -> None:
 def lost(error: BaseException) -> str | None:
     """The message for an error by which this rank has lost the others; None for any other error."""
     text = str(error).lower()
-    if not (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)):
-        return None
-    if not any(sign in text for sign in _SIGNS):
+    remote = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text)
+    if not remote or not any(sign in text for sign in _SIGNS):
         return None
     if not started():
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -61,36 +61,36 @@ def _launchers() -> list[tuple[int, str]]:
     end without ending the run: there another launcher, or the shell of the session, stands between.
     """
     launchers, pid = [], os.getppid()
-    while pid > 1 and any(word in _command(pid) for word in _LAUNCHERS):
+    while pid > 1 and _launches(pid):
         launchers.append((pid, _identity(pid)))
         pid = _parent(pid)
-    if launchers and _REMOTE in " ".join(_words(launchers[-1][0])):
-        if _is_shell(pid) and _REMOTE in " ".join(_words(pid)):
+    if launchers and _REMOTE in _command_line(launchers[-1][0]):
+        if _is_shell(pid) and _REMOTE in _command_line(pid):
             pid = _parent(pid)
-        if " ".join(_words(pid)).startswith("sshd"):
+        if _command_line(pid).startswith("sshd"):
             launchers.append((pid, _identity(pid)))
     return launchers
 
 
-def _is_shell(pid: int) -> bool:
-    return Path(" ".join(_words(pid)[:1])).name.removeprefix("-") in _SHELLS
+def _launches(pid: int) -> bool:
+    """Whether a process is a launcher, by the names of its program and script without their folders.
 
-
-def _words(pid: int) -> list[str]:
-    """A process's command line; [] where /proc is not there."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _command(pid: int) -> str:
-    """The names of a process's program and script, without their folders and the arguments that follow them.
-
-    "" where /proc is not there, and for a shell: its script may be called deepspeed.sh, yet it launches no ranks.
+    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks.
     """
-    names = [Path(word).name for word in _words(pid)[:4]]     # an environment, too, may be called deepspeed
-    return "" if _is_shell(pid) else " ".join(names)
+    names = [Path(word).name for word in _command_line(pid).split("\0")[:4]]  # a folder, too, may be called deepspeed
+    return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)
+
+
+def _is_shell(pid: int) -> bool:
+    return Path(_command_line(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS
+
+
+def _command_line(pid: int) -> str:
+    """A process's command line, its words separated by NUL; "" where /proc is not there."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

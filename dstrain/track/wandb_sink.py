@@ -126,6 +126,7 @@ class WandbSink:
         try:
             if run is not None:
                 run.finish()
+                self._wandb.teardown()               # waits until wandb's own process has closed the run's file
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
 

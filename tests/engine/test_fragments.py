@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dstrain.engine import streams
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
 
 SHAPES = {"blocks.0.weight": (3, 4), "blocks.0.bias": (4,), "scale": (), "pos_embed": (1, 5, 2)}
@@ -113,13 +114,12 @@ def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
 
 def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, monkeypatch):
     """Oracle: the tensors that were dealt out by single elements, two of 14 shards empty; 2 files open."""
-    import dstrain.engine.fragments as fragments
-    monkeypatch.setattr(fragments, "_OPEN_FILES", 2)
+    monkeypatch.setattr(streams, "_OPEN_FILES", 2)
     write(tmp_path, {"master": tensors()}, lambda n: list(range(n + 1)), world=14)
     shards = Shards(tmp_path, "net")
     for name, whole in tensors().items():
         assert torch.equal(shards.read("master", name), whole.flatten())
-    assert len(shards._files) == 2
+    assert len(shards._files._open) == 2
 
 
 def test_part_names_do_not_mix(tmp_path):
