@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from dstrain import __version__
-from dstrain.caches.plan import Order, planned
+from dstrain.caches.plan import EncodeOptions, planned
 from dstrain.data import shards
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.source import Source, read_items
@@ -37,25 +37,25 @@ from dstrain.runs.first_stage import Encoder, FirstStage
 from dstrain.systems.base import Batch
 
 
-def encode(order: Order) -> dict[str, Any]:
-    """Writes order.out, on all ranks together; the body of its index.
+def encode(options: EncodeOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; the body of its index.
 
     ConfigError: what is asked for cannot be, more files than tolerated are unreadable, or the folder holds
     another encoding.
     """
-    plan = planned(order)
+    plan = planned(options)
     stage, encoding = plan.stage, plan.encoding
-    count = -(-encoding["number"] // order.shard_size)
-    with _one_thread(), _claimed(order.out) if group.rank() == 0 else nullcontext():
-        problem = _prepared(order, stage, encoding) if group.rank() == 0 else None
+    count = -(-encoding["number"] // options.shard_size)
+    with _one_thread(), _claimed(options.out) if group.rank() == 0 else nullcontext():
+        problem = _prepared(options, stage, encoding) if group.rank() == 0 else None
         if problem := group.from_first(problem):
             raise ConfigError(problem)
-        records = _whole(order.out, encoding, range(group.rank(), count, group.world()))
+        records = _whole(options.out, encoding, range(group.rank(), count, group.world()))
         there = {number for some in group.objects(sorted(records)) for number in some}
         missing = [number for number in range(count) if number not in there]
-        records |= _made(order, Encoder(stage, plan.texts, encoding), plan.source, missing)
+        records |= _made(options, Encoder(stage, plan.texts, encoding), plan.source, missing)
         found = [record for some in group.objects(records) for record in some.items()]
-        index = _finish(order, plan.source, encoding, found)
+        index = _finish(options, plan.source, encoding, found)
     group.barrier()
     return index
 
@@ -82,17 +82,17 @@ def _claimed(out: Path) -> Any:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
 
 
-def _prepared(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
+def _prepared(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
     """Makes the folder ready on rank 0; why it cannot be, else None."""
     try:
-        return _refused(order, stage, encoding)
+        return _refused(options, stage, encoding)
     except OSError as error:
-        return f"--out {error.filename or order.out} cannot be read or written ({error.strerror}): name another folder"
+        return f"--out {error.filename or options.out} cannot be read or written ({error.strerror}): name another folder"
 
 
-def _refused(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
-    out, path = order.out, order.out / shards.ENCODING
-    of = {"first_stage": stage.name, "data": f"{order.data or 'the data of the run'}, {order.split}"}
+def _refused(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
+    out, path = options.out, options.out / shards.ENCODING
+    of = {"first_stage": stage.name, "data": f"{options.data or 'the data of the run'}, {options.split}"}
     if (there := shards.earlier(out)) is not None:
         names = there.get("of", {})
         pairs = [(key, there["encoding"].get(key), value) for key, value in encoding.items()]
@@ -141,12 +141,12 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
 # ---------------------------------------------------------------------------------------------------------- the shards
 
 
-def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
+def _made(options: EncodeOptions, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards; a record of each."""
     mine, encoding = missing[group.rank()::group.world()], encoder.encoding
-    size, total = order.shard_size, encoding["number"]
-    jobs = [(number, range(start, min(start + order.batch, (number + 1) * size, total)))
-            for number in mine for start in range(number * size, min((number + 1) * size, total), order.batch)]
+    size, total = options.shard_size, encoding["number"]
+    jobs = [(number, range(start, min(start + options.batch, (number + 1) * size, total)))
+            for number in mine for start in range(number * size, min((number + 1) * size, total), options.batch)]
     found, parts, shard_bad, bad_files = {}, [], set(), set()
     done = total - sum(min(size, total - number * size) for number in missing)
     unit = "clip" if "num_frames" in encoding else "image"
@@ -155,10 +155,10 @@ def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) ->
             parts.append(encoder.arrays(batch))
             shard_bad |= bad
             bad_files |= {name for name, _ in bad}
-            _tolerate(len(bad_files), order, total)
+            _tolerate(len(bad_files), options, total)
             if rows.stop in ((number + 1) * size, total):
                 arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-                found[number] = _write(order.out, number, encoding, arrays, sorted(shard_bad))
+                found[number] = _write(options.out, number, encoding, arrays, sorted(shard_bad))
                 parts, shard_bad = [], set()
             bar.update(min(len(rows) * min(group.world(), len(missing)), bar.total - bar.n))      # as the others, too
     return found
@@ -214,19 +214,19 @@ def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arra
     return shards.record(path, shards.facts_of(data))
 
 
-def _tolerate(bad: int, order: Order, total: int) -> None:
-    total //= order.clips or 1                                             # a file is bad in each of its windows
-    if bad > max(order.max_bad_fraction * total, 1 if order.max_bad_fraction else 0):
+def _tolerate(bad: int, options: EncodeOptions, total: int) -> None:
+    total //= options.clips or 1                                             # a file is bad in each of its windows
+    if bad > max(options.max_bad_fraction * total, 1 if options.max_bad_fraction else 0):
         raise ConfigError(f"{bad} of {total} files cannot be read, more than --max-bad-fraction "
-                          f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")
+                          f"{options.max_bad_fraction} tolerates: repair or remove them, or raise it")
 
 
-def _finish(order: Order, source: Source, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
+def _finish(options: EncodeOptions, source: Source, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
     """The index, written last, by rank 0."""
     records = [record for _, record in sorted(found, key=lambda entry: entry[0])]
     index = shards.body_of(encoding, list(source.classes), records,
                            {"dstrain": __version__, "torch": torch.__version__})
-    _tolerate(len(index["bad_files"]), order, encoding["number"])
+    _tolerate(len(index["bad_files"]), options, encoding["number"])
     if group.rank() == 0:
-        atomic.write(order.out / shards.INDEX, render(index))
+        atomic.write(options.out / shards.INDEX, render(index))
     return index

@@ -39,7 +39,7 @@ _LOOKED_AT = 8                                    # images of --data whose size 
 
 
 @dataclass(frozen=True)
-class Order:
+class EvaluateOptions:
     """What to measure; None takes the run's own choice."""
 
     folder: Path                                  # of the run
@@ -55,34 +55,34 @@ class Order:
     out: Path | None = None                       # None: FOLDER/evaluation
 
 
-def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
+def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
 
     ConfigError: what cannot be, with the remedy.
     """
     begin = time.perf_counter()
-    run = trained.read(order.folder)
+    run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_source(order, run, systems.config(run.system, run.model).num_labels), order.num)
-    checkpoint = trained.checkpoint(order.folder, order.step)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
-    out = _folder(order)
-    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if order.bf16 else torch.float32)
-    means = measure(system, networks, source, batch=order.batch, seed=run.seed, num_steps=order.num_steps,
+    source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    checkpoint = trained.checkpoint(options.folder, options.step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
+    out = _folder(options)
+    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if options.bf16 else torch.float32)
+    means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
                     show=group.rank() == 0)
     unreadable = sorted(set().union(*group.objects(source.unreadable)))
     seal = manifest(checkpoint)
-    data = {"path": order.data or run.data.path, "fingerprint": source.whole.fingerprint(),
+    data = {"path": options.data or run.data.path, "fingerprint": source.whole.fingerprint(),
             "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
     result = {
-        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(order),
-        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": order.num_steps, **means,
-        "data": data, "seed": run.seed, "precision": "bf16" if order.bf16 else "float32",
+        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(options),
+        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": options.num_steps, **means,
+        "data": data, "seed": run.seed, "precision": "bf16" if options.bf16 else "float32",
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "trained_with": seal["versions"], "ranks": group.world(), "batch": order.batch,
+        "trained_with": seal["versions"], "ranks": group.world(), "batch": options.batch,
         "device": _device(), "seconds": round(time.perf_counter() - begin, 3),
     }
-    path = out / f"{_name(order, result)}.json"
+    path = out / f"{_name(options, result)}.json"
     if group.rank() == 0:
         atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
@@ -184,35 +184,35 @@ def _plain(values: Tensor) -> list[float | None]:
 # --------------------------------------------------------------------------------------------------------------- data
 
 
-def _split(order: Order) -> str:
-    return "all" if order.data else order.split or "held_out"
+def _split(options: EvaluateOptions) -> str:
+    return "all" if options.data else options.split or "held_out"
 
 
-def _source(order: Order, run: Run, classes: int | None) -> Source:
+def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
-    if order.data is not None:
-        source = _other_data(order, run, classes)
+    if options.data is not None:
+        source = _other_data(options, run, classes)
     else:
-        if order.split == "test":
+        if options.split == "test":
             source = open_split(run.data, "test")
         else:
             train, unseen = open_sources(run.data)
-            source = train if _split(order) == "train" else unseen
+            source = train if _split(options) == "train" else unseen
         if source is None:
-            raise ConfigError(f"{order.folder} holds no images out: name other images with --data FOLDER, take those "
+            raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those "
                               "it was trained on with --split train, or train with data.held_out=0.05 or "
                               "data.held_out_path=FOLDER")
     if classes is not None and len(source.classes) > classes:
-        raise ConfigError(f"{order.data or run.data.path} has {len(source.classes)} classes, the model {classes}: its "
+        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes)} classes, the model {classes}: its "
                           "labels would be out of range; name the data that the run was trained on")
     return source
 
 
-def _other_data(order: Order, run: Run, classes: int | None) -> Source:
-    path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
+def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+    path, data, labelled = str(Path(options.data).expanduser()), run.data, classes is not None and classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
-    if order.split is not None:
-        raise ConfigError(f"--data {path} takes all images there: leave out --split {order.split}")
+    if options.split is not None:
+        raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
     if path.startswith("builtin:"):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
     try:
@@ -267,9 +267,9 @@ def _is_grey(image: Image.Image) -> bool:
 # ------------------------------------------------------------------------------------------------------------- output
 
 
-def _folder(order: Order) -> Path:
+def _folder(options: EvaluateOptions) -> Path:
     """Where to write, made and tried before hours are spent."""
-    out = order.out or order.folder / "evaluation"
+    out = options.out or options.folder / "evaluation"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -279,19 +279,19 @@ def _folder(order: Order) -> Path:
     return out
 
 
-def _name(order: Order, result: dict[str, Any]) -> str:
+def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """One name for one question: another order writes another file, the same one replaces its own."""
     words = [f"step_{result['step']:08d}", figures.weights(result)]
-    if order.data is not None:
-        digest = hashlib.blake2b(os.path.abspath(order.data).encode(), digest_size=3).hexdigest()
-        words.append(f"{Path(order.data).name or 'data'}-{digest}")
+    if options.data is not None:
+        digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()
+        words.append(f"{Path(options.data).name or 'data'}-{digest}")
     elif result["split"] != "held_out":
         words.append(result["split"])
     if result["samples"] < result["samples_of_split"]:
         words.append(f"n{result['samples']}")
-    if order.num_steps is not None:
-        words.append(f"steps{order.num_steps}")
-    return "_".join([*words, *(["bf16"] if order.bf16 else [])])
+    if options.num_steps is not None:
+        words.append(f"steps{options.num_steps}")
+    return "_".join([*words, *(["bf16"] if options.bf16 else [])])
 
 
 def _device() -> str:

@@ -36,7 +36,7 @@ from dstrain.runs import folders
 
 
 @dataclass(frozen=True)
-class Order:
+class EmbedOptions:
     """What to embed, and with what."""
 
     out: Path                                  # folder of the pairs
@@ -59,46 +59,46 @@ class Encoders:
     text: TextEncoder
 
 
-def embed(order: Order) -> dict[str, Any]:
-    """Writes order.out, on all ranks together; what pairs.json says in the end.
+def embed(options: EmbedOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; what pairs.json says in the end.
 
     ConfigError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
     other embeddings.
     """
     try:
-        encoders = Encoders(ImageEncoder(order.image_encoder).to(group.device()),
-                            TextEncoder(order.text_encoder, order.max_text_len).to(group.device()))
+        encoders = Encoders(ImageEncoder(options.image_encoder).to(group.device()),
+                            TextEncoder(options.text_encoder, options.max_text_len).to(group.device()))
     except ConfigError as error:
         key, _, said = str(error).partition(":")
         raise ConfigError(f"--{key.replace('_', '-')}:{said}") from None
-    source = open_captioned(order.data, encoders.image.image_size)
-    plan = _plan(order, encoders, source)
-    count = -(-plan["pairs"] // order.shard_size)
-    with _claimed(order.out) if group.rank() == 0 else nullcontext():
-        problem = _prepared(order, plan) if group.rank() == 0 else None
+    source = open_captioned(options.data, encoders.image.image_size)
+    plan = _plan(options, encoders, source)
+    count = -(-plan["pairs"] // options.shard_size)
+    with _claimed(options.out) if group.rank() == 0 else nullcontext():
+        problem = _prepared(options, plan) if group.rank() == 0 else None
         if problem := group.from_first(problem):
             raise ConfigError(problem)
         mine = range(group.rank(), count, group.world())
-        there = {number for some in group.objects([number for number in mine if _whole(order.out, number)])
+        there = {number for some in group.objects([number for number in mine if _whole(options.out, number)])
                  for number in some}
         missing = [number for number in range(count) if number not in there]
-        _made(order, encoders, source, missing)
+        _made(options, encoders, source, missing)
         group.barrier()                          # the notes of all ranks are there
-        bad = {tuple(entry) for some in group.objects([entry for number in mine for entry in _bad(order.out, number)])
+        bad = {tuple(entry) for some in group.objects([entry for number in mine for entry in _bad(options.out, number)])
                for entry in some}
-        _tolerate(len(bad), order, plan["pairs"])
+        _tolerate(len(bad), options, plan["pairs"])
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
-            atomic.write(order.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
+            atomic.write(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     group.barrier()
     return plan
 
 
-def _plan(order: Order, encoders: Encoders, source: Source) -> dict[str, Any]:
+def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
     """All that the bytes depend on."""
     image = encoders.image
     seen = fingerprint({"class": type(image.model).__name__}, image.state_dict() | dict(image.named_buffers()))
-    kept = {name: value for name, value in asdict(order).items()
+    kept = {name: value for name, value in asdict(options).items()
             if name in ("text_encodings", "batch", "shard_size", "dtype")}
     return {**kept, "pairs": len(source), "image_embed_dim": encoders.image.embed_dim,
             "text_embed_dim": encoders.text.embed_dim, "max_text_len": encoders.text.max_length,
@@ -114,9 +114,9 @@ def _claimed(out: Path) -> Any:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
 
 
-def _prepared(order: Order, plan: dict[str, Any]) -> str | None:
+def _prepared(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
     """Makes the folder ready on rank 0; why it cannot be, else None."""
-    path = order.out / PLAN
+    path = options.out / PLAN
     if path.exists():
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
@@ -124,17 +124,17 @@ def _prepared(order: Order, plan: dict[str, Any]) -> str | None:
                      if key != "complete" and there.get(key) != value
                      and not (key == "data" and folders.same_data(str(there.get(key)), value))]
         except (OSError, ValueError, AttributeError):
-            return (f"--out {path} is damaged: delete it if {order.out} is of the same embeddings, or name another "
+            return (f"--out {path} is damaged: delete it if {options.out} is of the same embeddings, or name another "
                     "folder")
         if apart:
-            return f"--out {order.out} holds other embeddings: {'; '.join(apart)}. Name another folder"
-    elif strangers := sorted(entry.name for entry in order.out.iterdir() if entry.name[0] != "."):
-        return f"--out {order.out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
+            return f"--out {options.out} holds other embeddings: {'; '.join(apart)}. Name another folder"
+    elif strangers := sorted(entry.name for entry in options.out.iterdir() if entry.name[0] != "."):
+        return f"--out {options.out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
     for folder in (*FOLDERS.values(), "metadata", "done"):
-        if folder in ("text_encodings", "text_mask") and not order.text_encodings:
+        if folder in ("text_encodings", "text_mask") and not options.text_encodings:
             continue
-        (order.out / folder).mkdir(exist_ok=True)
-        for leftover in (order.out / folder).glob("*.tmp"):
+        (options.out / folder).mkdir(exist_ok=True)
+        for leftover in (options.out / folder).glob("*.tmp"):
             leftover.unlink()
     atomic.write(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return None
@@ -159,43 +159,43 @@ def _note(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _made(order: Order, encoders: Encoders, source: Source, missing: list[int]) -> None:
+def _made(options: EmbedOptions, encoders: Encoders, source: Source, missing: list[int]) -> None:
     """Embeds this rank's share of the missing shards."""
     count = 0
     mine, total = missing[group.rank()::group.world()], len(source)
-    with tqdm(total=len(mine) * order.shard_size, unit="pair", disable=None if group.rank() == 0 else True) as bar:
+    with tqdm(total=len(mine) * options.shard_size, unit="pair", disable=None if group.rank() == 0 else True) as bar:
         for number in mine:
-            _note(order.out, number).unlink(missing_ok=True)
+            _note(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
             found: list[tuple[str, str]] = []
-            stop = min((number + 1) * order.shard_size, total)
-            for start in range(number * order.shard_size, stop, order.batch):
-                rows = range(start, min(start + order.batch, stop))
+            stop = min((number + 1) * options.shard_size, total)
+            for start in range(number * options.shard_size, stop, options.batch):
+                rows = range(start, min(start + options.batch, stop))
                 items, bad = read_items(source, list(rows))
                 found += bad
-                _tolerate(count + len(set(found)), order, total)
-                parts.append(_embedded(order, encoders, items))
+                _tolerate(count + len(set(found)), options, total)
+                parts.append(_embedded(options, encoders, items))
                 bar.update(len(rows))
-            _write(order.out, number, parts, sorted(set(found)))
+            _write(options.out, number, parts, sorted(set(found)))
             count += len(set(found))
 
 
 @torch.no_grad()
-def _embedded(order: Order, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+def _embedded(options: EmbedOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
     """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
-    full = items + items[-1:] * (order.batch - len(items))
+    full = items + items[-1:] * (options.batch - len(items))
     captions = captions_of(torch.stack([item["caption"] for item in full]))
     image = encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))
     texts = encoders.text.encode(captions)
     wanted = {"image_embed": image, "text_embed": texts["text_embed"]}
-    if order.text_encodings:
+    if options.text_encodings:
         wanted |= {"text_encodings": texts["text_encodings"], "text_mask": texts["text_mask"]}
     arrays: dict[str, Any] = {}
     for name, values in wanted.items():
         with np.errstate(over="ignore"):
-            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else order.dtype)
+            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else options.dtype)
         if name != "text_mask" and not np.isfinite(arrays[name]).all():
-            raise ConfigError(f"{name} is not finite in {order.dtype}: take --dtype float32, or other encoders")
+            raise ConfigError(f"{name} is not finite in {options.dtype}: take --dtype float32, or other encoders")
     return arrays | {"captions": captions[:len(items)]}
 
 
@@ -229,7 +229,7 @@ def _parquet(captions: list[str]) -> bytes:
     return buffer.getvalue()
 
 
-def _tolerate(bad: int, order: Order, total: int) -> None:
-    if bad > max(order.max_bad_fraction * total, 1 if order.max_bad_fraction else 0):
+def _tolerate(bad: int, options: EmbedOptions, total: int) -> None:
+    if bad > max(options.max_bad_fraction * total, 1 if options.max_bad_fraction else 0):
         raise ConfigError(f"{bad} of {total} pairs cannot be read, more than --max-bad-fraction "
-                          f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")
+                          f"{options.max_bad_fraction} tolerates: repair or remove them, or raise it")
