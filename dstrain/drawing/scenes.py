@@ -54,7 +54,8 @@ def length(system: System, frames: int | None, primed: int | None) -> Length:
     if primed is None:
         return Length(frames, 1 + unit if 1 + unit < frames else 1)
     if (primed - 1) % unit or primed >= frames:
-        raise ConfigError(f"--prime-frames {primed}: of {frames} frames, 1 + m * {unit} can be given and fewer than all")
+        raise ConfigError(f"--prime-frames {primed}: of {frames} frames, 1 + m * {unit} can be given and fewer than "
+                          "all")
     return Length(frames, primed)
 
 
@@ -78,9 +79,6 @@ def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: 
         scene = draw_all(system, networks, replace(request, seeds=seeds, conditions=conditions), chunk)
         clips = torch.cat((clips, scene[:, primed:]), dim=1)
     return clips
-
-
-# ------------------------------------------------------------------------------------------------- frames to go on from
 
 
 def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
