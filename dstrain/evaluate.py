@@ -194,8 +194,8 @@ def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
             with Image.open(source.path / source.name(index)) as image:
-                red, green, blue = (channel.tobytes() for channel in image.convert("RGB").split())
-                grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F") or red == green == blue)
+                grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
+                            or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
                 sides.append(min(image.size))
         except Exception:                # a hostile file may raise anything; it is reported where it is measured
             continue
