@@ -1,4 +1,4 @@
-"""The frozen first stage of launch/encode.py: a run, its export, or diffusers' AutoencoderKL; and what encodes with it."""
+"""The frozen first stage of launch/encode.py: a run, its export, or diffusers' AutoencoderKL; and its Encoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

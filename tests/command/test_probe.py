@@ -11,7 +11,7 @@ import torch
 from dstrain import recipe, systems
 from dstrain.command import probe as module
 from dstrain.command.probe import probe
-from dstrain.data.bad_files import BadSample
+from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 from tests.support import first_stage, tokenizers
 from tests.support.cases import CASES
