@@ -19,8 +19,8 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 @contextmanager
 def resting(nets: Nets) -> Iterator[None]:
     """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
-    modes = [(module, module.training) for net in nets.values() if isinstance(net, nn.Module)
-             for module in net.modules()]
+    modes = [(module, module.training)
+             for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()]
     for module, _ in modes:
         module.training = False
     try:

@@ -52,7 +52,7 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
 
 def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype,
              device: torch.device | None = None) -> dict[str, nn.Module]:
-    """The system's networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
+    """The networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return placed(system, states, dtype, device or group.device())
 

@@ -11,6 +11,7 @@ import torch
 from dstrain import recipe, systems
 from dstrain.command import probe as module
 from dstrain.command.probe import probe
+from dstrain.data import source as data_source
 from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 from tests.support import first_stage, tokenizers
@@ -21,7 +22,7 @@ from tests.systems.phenaki.cases import TOKEN_CLIPS
 from tests.systems.vae.cases import PATCHES, POSTERIOR
 
 
-class Source:
+class Source(data_source.Source):
     """The samples of a batch; those in `bad` cannot be read."""
 
     def __init__(self, batch, bad=()):
@@ -35,6 +36,12 @@ class Source:
         if index in self.bad:
             raise BadSample(str(index), "broken on purpose")
         return {name: values[index] for name, values in self.batch.items()}
+
+    def name(self, index):
+        return str(index)
+
+    def fingerprint(self):
+        return "the samples of a batch"
 
 
 def run_of(system, **sections):

@@ -311,5 +311,5 @@ def test_words_of_videos(tmp_path):
     (tmp_path / "story.txt").write_text("one\n\n two \n")
     found = _options(["run", "--scenes", str(tmp_path / "story.txt"), "--prime", "a.gif", "--prime-frames", "3",
                     "--num-frames", "9", "--format", "mp4,gif", "--fps", "8", "--num-samples", "2"])
-    assert found == GenerateOptions(Path("run"), num=2, scenes=("one", "two"), prime=Path("a.gif"), prime_frames=3, num_frames=9,
-                          formats=("mp4", "gif"), fps=8)
+    assert found == GenerateOptions(Path("run"), num=2, scenes=("one", "two"), prime=Path("a.gif"), prime_frames=3,
+                                    num_frames=9, formats=("mp4", "gif"), fps=8)
