@@ -98,7 +98,8 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
     if strangers := shards.strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     if {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
-        return f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing: name another"
+        return (f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing. Name another "
+                "folder")
     return None
 
 
