@@ -4,15 +4,13 @@
     checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.engine.fragment_files import COMMON, Fragment, shard_name
@@ -21,6 +19,7 @@ from dstrain.engine.initial import build
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Ema, Run
+from dstrain.runs.folders import new_folder
 from dstrain.runs.weights import fitted
 from dstrain.systems.base import System
 
@@ -41,42 +40,24 @@ def adopt(options: AdoptOptions) -> list[str]:
     """
     if group.place().world > 1:
         raise ConfigError("an import takes one process: python launch/import.py ...")
-    out = options.out
-    if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} is there already: name a new folder")
     if not options.weights.exists():
         raise ConfigError(f"{options.weights} does not exist: give a weights file, a folder of diffusers or of a run")
     samples = options.run.samples.model_copy(update={"ema": None})
-    run = options.run.model_copy(update={"folder": out, "init_from": options.weights, "ema": Ema(decays=()),
-                                       "samples": samples})
+    run = options.run.model_copy(update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()),
+                                         "samples": samples})
     system = systems.build(run.system, run.model)
     loaded = fitted(options.weights, system)
-    values = {part: state for part, (state, _) in loaded.items()} | _anew(system, run.seed, loaded)
-    tmp = out.absolute().with_name(f"{out.absolute().name}.tmp{os.getpid()}")
-    try:
-        tmp.mkdir(parents=True)
-        store = Store(tmp / "checkpoints")
+    values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
+    if system.parts.keys() - loaded.keys():                               # the others as training would begin them
+        initial = build(system.networks, run.seed)
+        values |= {part: dict(state) for part, (_, state) in initial.items() if part not in loaded}
+    with new_folder(options.out) as out:
+        store = Store(out / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
         if not store.save(0, lambda folder: _write(folder, system, values), {"imported": options.weights.name}, size):
-            raise ConfigError(f"--out {out} was not written: {store.error}")
-        (tmp / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
-        if out.is_dir():
-            out.rmdir()
-        os.rename(tmp, out)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written ({error.strerror}): name a folder that can be "
-                          "written") from None
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
+            raise ConfigError(f"--out {options.out} was not written: {store.error}")
+        (out / "run.yaml").write_text(recipe.dump(run), encoding="utf-8")
     return [note for _, notes in loaded.values() for note in notes]
-
-
-def _anew(system: System, seed: int, loaded: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
-    """Initial weights of the parts that are not in the file, as training would begin them."""
-    if not system.parts.keys() - loaded.keys():
-        return {}
-    built = build(system.networks, seed)
-    return {part: dict(values) for part, (_, values) in built.items() if part not in loaded}
 
 
 def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -88,7 +69,7 @@ def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tenso
         for name, value in values[part].items():
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
-        trained = _trained(network, values[part])
+        trained = {name: values[part][name] for name, _ in network.named_parameters()}
         write_shard(folder / shard_name(part, 0, 1), (
             ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
             for name, value in trained.items()), {"part": part})
@@ -96,7 +77,3 @@ def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tenso
         buffers |= {f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
                     for name in state if name not in trained}
     save_file(buffers, folder / COMMON, metadata={"counters": "{}"})
-
-
-def _trained(network: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values[name] for name, _ in network.named_parameters()}

@@ -15,7 +15,7 @@ rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). A
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,8 @@ class Repeated:
     batch: Batch
     accumulation: int
 
-    def at(self, step: int) -> Iterator[Batch]:
-        for _ in range(self.accumulation):
-            yield dict(self.batch)
+    def at(self, step: int) -> list[Batch]:
+        return [dict(self.batch) for _ in range(self.accumulation)]
 
 
 class NoTracker:
@@ -67,8 +66,7 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
     batch = {name: tensor.to(device) for name, tensor in system.synthetic(micro).items()}
     batch |= {"position": torch.arange(micro, device=device), "step": torch.zeros_like(batch["key"])}
-    engines, ours = our_side(run, settings, system, Repeated(batch, accumulation))
-    sides, flops = {"dstrain": ours}, 0
+    sides, flops = {"dstrain": dstrain_side(run, settings, system, Repeated(batch, accumulation))[1]}, 0
     if group.world() == 1 and len(system.parts) == 1:
         _, sides["plain"], flops = plain_side(run, system, batch, accumulation, dtype)
     seconds = _alternate(sides, device, run.steps // 2)                   # by then an adversary has joined
@@ -87,8 +85,8 @@ def bench(run: Run, settings: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
-def our_side(run: Run, settings: dict[str, Any], system: System,
-             batches: Repeated) -> tuple[Engines, Callable[[int], None]]:
+def dstrain_side(run: Run, settings: dict[str, Any], system: System,
+                 batches: Repeated) -> tuple[Engines, Callable[[int], None]]:
     """The engines and a step of the loop."""
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)
@@ -132,10 +130,8 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
             param_group["lr"] = run.optimizer.lr_at(number, run.steps)
         for _ in range(accumulation):
             backward()
-        if masters is not weights:
-            for master, weight in zip(masters, weights):
-                master.grad = weight.grad.float()
-                weight.grad = None
+        for master, weight in zip(masters, weights) if masters is not weights else ():
+            master.grad, weight.grad = weight.grad.float(), None
         if run.optimizer.clip:
             nn.utils.clip_grad_norm_(masters, run.optimizer.clip, foreach=True)
         optimizer.step()
@@ -156,14 +152,11 @@ def _alternate(sides: dict[str, Callable[[int], None]], device: torch.device, nu
     """Seconds a step of each round, the sides in turn, from step `number` on."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(ROUNDS + 1):                          # the first warms up: compilation, buffers, moments
+        steps = range(number, number + (STEPS if round_ else WARM_UP))
         for name, step in sides.items():
-            _wait(device)
-            begun = time.perf_counter()
-            for offset in range(WARM_UP if round_ == 0 else STEPS):
-                step(number + offset)
-            _wait(device)
+            taken = _seconds(lambda: [step(number) for number in steps], device)
             if round_:
-                seconds[name].append((time.perf_counter() - begun) / STEPS)
+                seconds[name].append(taken / STEPS)
         number += STEPS
     return seconds
 
@@ -172,16 +165,13 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of the best of several square products of random data."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(12):
-        _wait(device)
-        begun = time.perf_counter()
-        a @ b
-        _wait(device)
-        best = min(best, time.perf_counter() - begun)
-    return 2 * size ** 3 / best
+    return 2 * size ** 3 / min(_seconds(lambda: a @ b, device) for _ in range(12))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begun = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begun

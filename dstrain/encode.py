@@ -1,11 +1,11 @@
 """The codes of a whole data set, made once by all ranks: shards that training reads instead of encoding online.
 
-Of videos also what stands beside them: captions, and the states of a text encoder where one is named.
+Of videos also their captions, and the states of a text encoder where one is named.
 
-Shards are dealt to the ranks in turn; each is encoded in batches of one fixed shape, cut at the shard's own borders, so
+Shards are dealt to the ranks in turn. Each is encoded in batches of one fixed shape, cut at the shard's own borders, so
 that its bytes depend neither on the number of ranks nor on what was there before. A shard is complete or absent. The
-same command again keeps the shards that are whole, makes the others, and ends with the same bytes. The format stands in
-dstrain/data/shards.py.
+same command again keeps the shards that are whole, makes the others, and ends with the same bytes. The format is
+described in dstrain/data/shards.py.
 """
 
 import json
@@ -13,9 +13,9 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +24,39 @@ import torch
 from tqdm import tqdm
 
 from dstrain import __version__
-from dstrain.caches.plan import Order, planned
+from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
+from dstrain.caches.plan import EncodeOptions, planned
 from dstrain.data import shards
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.source import Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
-from dstrain.runs import folders
+from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs.first_stage import Encoder, FirstStage
 from dstrain.systems.base import Batch
 
 
-def encode(order: Order) -> dict[str, Any]:
-    """Writes order.out, on all ranks together; the body of its index.
+def encode(options: EncodeOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; returns the body of its index.
 
     ConfigError: what is asked for cannot be, more files than tolerated are unreadable, or the folder holds
     another encoding.
     """
-    plan = planned(order)
-    stage, encoding = plan.stage, plan.encoding
-    count = -(-encoding["number"] // order.shard_size)
-    with _one_thread(), _claimed(order.out) if group.rank() == 0 else nullcontext():
-        problem = _prepared(order, stage, encoding) if group.rank() == 0 else None
-        if problem := group.from_first(problem):
-            raise ConfigError(problem)
-        records = _whole(order.out, encoding, range(group.rank(), count, group.world()))
-        there = {number for some in group.objects(sorted(records)) for number in some}
-        missing = [number for number in range(count) if number not in there]
-        records |= _made(order, Encoder(stage, plan.texts, encoding), plan.source, missing)
-        found = [record for some in group.objects(records) for record in some.items()]
-        index = _finish(order, plan.source, encoding, found)
-    group.barrier()
-    return index
+    plan = planned(options)
+    encoding = plan.encoding
+    count = -(-encoding["number"] // options.shard_size)
+    with _one_thread(), claimed(options.out, "encodes", lambda: _prepare(options, plan.stage, encoding)):
+        records = _whole(options.out, encoding, range(group.rank(), count, group.world()))
+        whole = set(of_all_ranks(records))
+        missing = [number for number in range(count) if number not in whole]
+        records |= _make(options, Encoder(plan.stage, plan.texts, encoding), plan.source, missing)
+        return _finish(options, plan.source, encoding, dict(of_all_ranks(records.items())))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """On the CPU, sums depend on how many threads share them: the bytes would be of OMP_NUM_THREADS, too."""
+    """On the CPU, sums depend on how many threads share them: with one, the bytes do not depend on OMP_NUM_THREADS."""
     before = torch.get_num_threads()
     if group.device().type == "cpu":
         torch.set_num_threads(1)
@@ -72,58 +66,55 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ----------------------------------------------------------------------------------------------------------- the folder
-
-
-def _claimed(out: Path) -> Any:
-    try:
-        return folders.claim(out, busy=f"--out {out}: another process encodes into it; wait for its end")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
-
-
-def _prepared(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
-    """Makes the folder ready on rank 0; why it cannot be, else None."""
-    try:
-        return _refused(order, stage, encoding)
-    except OSError as error:
-        return f"--out {error.filename or order.out} cannot be read or written ({error.strerror}): name another folder"
-
-
-def _refused(order: Order, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
-    out, path = order.out, order.out / shards.ENCODING
-    of = {"first_stage": stage.name, "data": f"{order.data or 'the data of the run'}, {order.split}"}
-    if (there := shards.earlier(out)) is not None:
-        names = there.get("of", {})
-        pairs = [(key, there["encoding"].get(key), value) for key, value in encoding.items()]
-        say = lambda key, value, named: f"{named[key]} ({value})" if key in named else value
-        apart = [f"{key} {say(key, old, names)} there, {say(key, new, of)} here"
-                 for key, old, new in pairs if old != new]
-        if apart:
-            return f"--out {out} holds another encoding: {'; '.join(apart)}. Name another folder"
-    elif strangers := shards.strangers(out):
-        return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
-    elif {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
-        return f"--out {out} holds another encoding, and its {path.name} is damaged or missing. Name another folder"
+def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]) -> str | None:
+    """Makes the folder ready; returns why it cannot be, else None."""
+    out = options.out
+    names = {"first_stage": stage.name, "data": f"{options.data or 'the data of the run'}, {options.split}"}
+    if problem := _conflict(out, encoding, names):
+        return problem
     for leftover in out.glob("*.tmp"):
         leftover.unlink()
-    numbers = math.prod(encoding["shape"]) * encoding["flips"] * (2 if encoding["kind"] == "latents" else 1)
-    row = numbers * np.dtype(encoding["dtype"]).itemsize + 16 + (8 + CAPTION_BYTES) * ("captions" in encoding)
-    if text := encoding.get("text"):
-        row += math.prod(text["shape"]) * np.dtype(text["dtype"]).itemsize + text["shape"][0]
-    needed = encoding["number"] * row
+    needed = encoding["number"] * _row_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors"))
     free = shutil.disk_usage(out).free
     if needed > free:
         return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room, or name "
                 "another disk")
-    atomic.write(path, json.dumps({"encoding": encoding, "of": of}, sort_keys=True, indent=1) + "\n")
+    text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
+    atomic.write(out / shards.ENCODING, f"{text}\n")
     return None
+
+
+def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
+    """Why the files in the folder are not of this encoding, else None. `names` explain fingerprints to people."""
+    if (earlier := shards.earlier(out)) is not None:
+        def described(key: str, value: Any, names: dict[str, str]) -> Any:
+            return f"{names[key]} ({value})" if key in names else value
+
+        old, old_names = earlier["encoding"], earlier.get("of", {})
+        changes = [f"{key} {described(key, old.get(key), old_names)} there, {described(key, value, names)} here"
+                   for key, value in encoding.items() if old.get(key) != value]
+        return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
+    if strangers := shards.strangers(out):
+        return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
+    if {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
+        return (f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing. Name another "
+                "folder")
+    return None
+
+
+def _row_bytes(encoding: dict[str, Any]) -> int:
+    """The bytes of one sample on the disk."""
+    numbers = math.prod(encoding["shape"]) * encoding["flips"] * (2 if encoding["kind"] == "latents" else 1)
+    row = numbers * np.dtype(encoding["dtype"]).itemsize + 16 + (8 + CAPTION_BYTES) * ("captions" in encoding)
+    if text := encoding.get("text"):
+        row += math.prod(text["shape"]) * np.dtype(text["dtype"]).itemsize + text["shape"][0]
+    return row
 
 
 def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dict[str, Any]]:
     """Records of the shards among `numbers` that are there and whole; those that are damaged are removed."""
-    found = {}
+    records = {}
     for number in numbers:
         path = out / shards.shard_name(number)
         if path.exists():
@@ -131,23 +122,20 @@ def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dic
                 facts = shards.check(path)
                 if facts["encoding"] != shards.short(encoding) or facts["number"] != number:
                     raise ConfigError(f"{path} is of another encoding")
-                found[number] = shards.record(path, facts)
+                records[number] = shards.record(path, facts)
             except ConfigError as error:
                 print(f"{error}; it is made anew", flush=True)
                 path.unlink()
-    return found
+    return records
 
 
-# ---------------------------------------------------------------------------------------------------------- the shards
-
-
-def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
+def _make(options: EncodeOptions, encoder: Encoder, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
     """Encodes this rank's share of the missing shards; a record of each."""
     mine, encoding = missing[group.rank()::group.world()], encoder.encoding
-    size, total = order.shard_size, encoding["number"]
-    jobs = [(number, range(start, min(start + order.batch, (number + 1) * size, total)))
-            for number in mine for start in range(number * size, min((number + 1) * size, total), order.batch)]
-    found, parts, shard_bad, bad_files = {}, [], set(), set()
+    size, total = options.shard_size, encoding["number"]
+    jobs = [(number, range(start, min(start + options.batch, (number + 1) * size, total)))
+            for number in mine for start in range(number * size, min((number + 1) * size, total), options.batch)]
+    records, parts, shard_bad, bad_files = {}, [], set(), set()
     done = total - sum(min(size, total - number * size) for number in missing)
     unit = "clip" if "num_frames" in encoding else "image"
     with tqdm(total=total, initial=done, unit=unit, disable=None if group.rank() == 0 else True) as bar:
@@ -155,13 +143,14 @@ def _made(order: Order, encoder: Encoder, source: Source, missing: list[int]) ->
             parts.append(encoder.arrays(batch))
             shard_bad |= bad
             bad_files |= {name for name, _ in bad}
-            _tolerate(len(bad_files), order, total)
+            _require_readable(bad_files, options, total)
             if rows.stop in ((number + 1) * size, total):
                 arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-                found[number] = _write(order.out, number, encoding, arrays, sorted(shard_bad))
+                records[number] = _write(options.out, number, encoding, arrays, sorted(shard_bad))
                 parts, shard_bad = [], set()
-            bar.update(min(len(rows) * min(group.world(), len(missing)), bar.total - bar.n))      # as the others, too
-    return found
+            # The other ranks are assumed to be as far.
+            bar.update(min(len(rows) * min(group.world(), len(missing)), bar.total - bar.n))
+    return records
 
 
 def _read(source: Source, jobs: list[tuple[int, range]],
@@ -170,17 +159,16 @@ def _read(source: Source, jobs: list[tuple[int, range]],
 
     ConfigError: a sample without a caption, where captions are encoded, or where others have one.
     """
-    names = [name for name in ("image", "video", "frames", "caption")
-             if name != "caption" or encoding.get("captions")]
+    names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
 
-    def one(index: int) -> tuple[dict, list]:
+    def read(index: int) -> tuple[dict, list]:
         (item,), bad = read_items(source, [index])
-        at = (index + len(bad)) % len(source)                              # every unreadable one is a step further
-        kept = {name: torch.as_tensor(item[name]) for name in names if name in item}
-        if encoding.get("captions") and ("caption" not in kept or encoding["text"] and not kept["caption"].any()):
-            raise ConfigError(f"{source.name(at)} has no caption, and captions are encoded: write one, or take it "
+        row = (index + len(bad)) % len(source)               # an unreadable sample is replaced by the next one
+        sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
+        if encoding.get("captions") and ("caption" not in sample or encoding["text"] and not sample["caption"].any()):
+            raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one, or take it "
                               "away")
-        return kept | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(at)}, bad
+        return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if source.light else max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -189,44 +177,39 @@ def _read(source: Source, jobs: list[tuple[int, range]],
         try:
             for job in [*jobs, None, None]:
                 if job is not None:
-                    waiting.append((*job, [pool.submit(one, index) for index in job[1]]))
+                    waiting.append((*job, [pool.submit(read, index) for index in job[1]]))
                 if waiting and (job is None or len(waiting) > 2):
                     number, rows, futures = waiting.popleft()
                     items, bad = zip(*(future.result() for future in futures))
                     yield (number, rows, {name: torch.stack([item[name] for item in items]) for name in items[0]},
-                           {tuple(entry) for some in bad for entry in some})
+                           {tuple(entry) for entries in bad for entry in entries})
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays,
            bad: list[tuple[str, str]]) -> dict[str, Any]:
-    """One shard, whole or not at all."""
+    """Writes one shard, whole or not at all; its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {"encoding": shards.short(encoding), "number": number, "sums": shards.sums(codes), "bad": bad}
     path = out / shards.shard_name(number)
-    try:
+    with write_errors(path, SAME_COMMAND):
         data = shards.pack(arrays, facts)
         atomic.write(path, data)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); what is there is whole: give the same command "
-                          "again once it can") from None
     return shards.record(path, shards.facts_of(data))
 
 
-def _tolerate(bad: int, order: Order, total: int) -> None:
-    total //= order.clips or 1                                             # a file is bad in each of its windows
-    if bad > max(order.max_bad_fraction * total, 1 if order.max_bad_fraction else 0):
-        raise ConfigError(f"{bad} of {total} files cannot be read, more than --max-bad-fraction "
-                          f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")
+def _require_readable(bad: Collection[Any], options: EncodeOptions, total: int) -> None:
+    # A file is bad in each of its windows, and counts once.
+    require_readable(len(bad), total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
-def _finish(order: Order, source: Source, encoding: dict[str, Any], found: list[tuple[int, dict]]) -> dict[str, Any]:
+def _finish(options: EncodeOptions, source: Source, encoding: dict[str, Any],
+            records: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """The index, written last, by rank 0."""
-    records = [record for _, record in sorted(found, key=lambda entry: entry[0])]
-    index = shards.body_of(encoding, list(source.classes), records,
-                           {"dstrain": __version__, "torch": torch.__version__})
-    _tolerate(len(index["bad_files"]), order, encoding["number"])
+    versions = {"dstrain": __version__, "torch": torch.__version__}
+    index = shards.body_of(encoding, list(source.classes), [records[number] for number in sorted(records)], versions)
+    _require_readable(index["bad_files"], options, encoding["number"])
     if group.rank() == 0:
-        atomic.write(order.out / shards.INDEX, render(index))
+        atomic.write(options.out / shards.INDEX, render(index))
     return index

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,19 @@ from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
+from dstrain.drawing.sampling import Means
 from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
-from dstrain.systems.base import System, Terms
+from dstrain.systems.base import System
 from dstrain.track import figures
 
-_LOOKED_AT = 8                                    # images of --data whose size and colours are checked
+_NUM_CHECKED = 8                                  # images of --data whose size and colours are checked
 
 
 @dataclass(frozen=True)
-class Order:
+class EvaluateOptions:
     """What to measure; None takes the run's own choice."""
 
     folder: Path                                  # of the run
@@ -55,42 +56,40 @@ class Order:
     out: Path | None = None                       # None: FOLDER/evaluation
 
 
-def evaluate(order: Order) -> tuple[Path, dict[str, Any]]:
+def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     """Measures on all ranks together: the JSON file written (the plot lies beside it), and what it holds.
 
     ConfigError: what cannot be, with the remedy.
     """
     begin = time.perf_counter()
-    run = trained.read(order.folder)
+    run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_source(order, run, systems.config(run.system, run.model).num_labels), order.num)
-    checkpoint = trained.checkpoint(order.folder, order.step)
-    kinds = trained.kinds(system, checkpoint, run.samples.ema if order.ema is None else order.ema, order.raw)
-    out = _folder(order)
-    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if order.bf16 else torch.float32)
-    means = measure(system, networks, source, batch=order.batch, seed=run.seed, num_steps=order.num_steps,
+    source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    checkpoint = trained.checkpoint(options.folder, options.step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
+    out = _folder(options)
+    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if options.bf16 else torch.float32)
+    means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
                     show=group.rank() == 0)
     unreadable = sorted(set().union(*group.objects(source.unreadable)))
-    seal = manifest(checkpoint)
-    data = {"path": order.data or run.data.path, "fingerprint": source.whole.fingerprint(),
+    seal, device = manifest(checkpoint), group.device()
+    data = {"path": options.data or run.data.path, "fingerprint": source.whole.fingerprint(),
             "image_size": run.data.image_size, "channels": run.data.channels, "unreadable": unreadable}
     result = {
-        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(order),
-        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": order.num_steps, **means,
-        "data": data, "seed": run.seed, "precision": "bf16" if order.bf16 else "float32",
+        "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(options),
+        "samples": len(source), "samples_of_split": len(source.whole), "num_steps": options.num_steps, **means,
+        "data": data, "seed": run.seed, "precision": "bf16" if options.bf16 else "float32",
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "trained_with": seal["versions"], "ranks": group.world(), "batch": order.batch,
-        "device": _device(), "seconds": round(time.perf_counter() - begin, 3),
+        "trained_with": seal["versions"], "ranks": group.world(), "batch": options.batch,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "seconds": round(time.perf_counter() - begin, 3),
     }
-    path = out / f"{_name(order, result)}.json"
+    path = out / f"{_name(options, result)}.json"
     if group.rank() == 0:
         atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
         figures.plot(path.with_suffix(".png"), result)
     group.barrier()
     return path, result
-
-
-# -------------------------------------------------------------------------------------------------------------- means
 
 
 @torch.no_grad()
@@ -104,7 +103,7 @@ def measure(system: System, networks: dict[str, nn.Module], source: Source, *, b
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))                  # as little filling as can be
-    means = _Means()
+    means = Means()
     with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=None if show else True) as bar:
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
@@ -113,11 +112,18 @@ def measure(system: System, networks: dict[str, nn.Module], source: Source, *, b
             means.add(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)               # a system may have shown no steps of its own
     result = means.result()
-    curves = {name: torch.tensor([math.nan if value is None else value for value in curve], dtype=torch.float64)
-              for name, curve in result["curves"].items()}
-    for name, value in system.digest(curves).items():                    # it has no standard error, being no mean
-        (result["figures"][name],), result["standard_errors"][name] = _plain(torch.tensor([value]).double()), None
-    return result
+    for name, value in system.digest(result["curves"]).items():          # it has no standard error, being no mean
+        result["figures"][name], result["standard_errors"][name] = value, None
+    return _plain(result)
+
+
+def _plain(value: Any) -> Any:
+    """Figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Tensor):
+        return [_plain(inner) for inner in value.tolist()]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _watched(bar: tqdm, rounds: int) -> Any:
@@ -131,103 +137,45 @@ def _watched(bar: tqdm, rounds: int) -> Any:
     return steps_of
 
 
-@dataclass
-class _Means:
-    """Sums over valid samples, by name float64 (3, K) on the CPU: of values, of their squares, and their number."""
-
-    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)    # (figures | curves | quarters, name)
-    timesteps: list[int] | None = None
-    nonfinite: int = 0                                                   # samples
-
-    def add(self, terms: Terms, valid: Tensor) -> None:
-        valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
-        quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
-        if timestep is not None:
-            self.timesteps = timestep[0].tolist()
-        for name, values in terms.items():
-            values = values.double().view(len(valid), -1)                                         # (B, K)
-            self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
-            if quartile is not None and terms[name].ndim == 1:
-                self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
-        finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
-        self.nonfinite += int((valid & ~finite).sum())
-
-    def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
-        kept = torch.where(counted, values, 0.0)
-        sums = torch.stack((kept.sum(0), kept.square().sum(0), counted.expand_as(kept).sum(0)))   # (3, K)
-        self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
-
-    def result(self) -> dict[str, Any]:
-        """Over all ranks, all of which have added the same names."""
-        names = list(self.sums)
-        flat = torch.cat([*(self.sums[name].flatten() for name in names),
-                          torch.tensor([self.nonfinite], dtype=torch.float64)])
-        flat = group.total(flat.to(group.device())).cpu()
-        found: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
-                                 "quarters": {}, "nonfinite_samples": int(flat[-1])}
-        parts = flat[:-1].split([self.sums[name].numel() for name in names])
-        for (kind, name), part in zip(names, parts):
-            total, squares, count = part.view(3, -1)
-            means = total / count
-            found[kind][name] = _plain(means)
-            if kind == "figures":
-                variance = (squares / count - means.square()).clamp(min=0) / (count - 1)
-                found[kind][name], (found["standard_errors"][name],) = found[kind][name][0], _plain(variance.sqrt())
-        return found
+def _split(options: EvaluateOptions) -> str:
+    return "all" if options.data else options.split or "held_out"
 
 
-def _plain(values: Tensor) -> list[float | None]:
-    """Numbers as JSON has them: it knows no NaN."""
-    return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
-# --------------------------------------------------------------------------------------------------------------- data
-
-
-def _split(order: Order) -> str:
-    return "all" if order.data else order.split or "held_out"
-
-
-def _source(order: Order, run: Run, classes: int | None) -> Source:
+def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     """The samples to measure. ConfigError: the run holds none out, or the data are not such as it was trained on."""
-    if order.data is not None:
-        source = _other_data(order, run, classes)
+    if options.data is not None:
+        source = _other_data(options, run, classes)
+    elif options.split == "test":
+        source = open_split(run.data, "test")
     else:
-        if order.split == "test":
-            source = open_split(run.data, "test")
-        else:
-            train, unseen = open_sources(run.data)
-            source = train if _split(order) == "train" else unseen
-        if source is None:
-            raise ConfigError(f"{order.folder} holds no images out: name other images with --data FOLDER, take those "
-                              "it was trained on with --split train, or train with data.held_out=0.05 or "
-                              "data.held_out_path=FOLDER")
+        source = open_sources(run.data)[0 if options.split == "train" else 1]
+    if source is None:
+        raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
+                          "was trained on with --split train, or train with data.held_out=0.05 or "
+                          "data.held_out_path=FOLDER")
     if classes is not None and len(source.classes) > classes:
-        raise ConfigError(f"{order.data or run.data.path} has {len(source.classes)} classes, the model {classes}: its "
-                          "labels would be out of range; name the data that the run was trained on")
+        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes)} classes, the model {classes}: "
+                          "its labels would be out of range; name the data that the run was trained on")
     return source
 
 
-def _other_data(order: Order, run: Run, classes: int | None) -> Source:
-    path, data, labelled = str(Path(order.data).expanduser()), run.data, classes is not None and classes > 1
+def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
+    path, data, labelled = str(Path(options.data).expanduser()), run.data, classes is not None and classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
-    if order.split is not None:
-        raise ConfigError(f"--data {path} takes all images there: leave out --split {order.split}")
+    if options.split is not None:
+        raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
     if path.startswith("builtin:"):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
-    try:
+    with reworded(options={"data.path=": "--data ", ", or builtin:fashion": ""}):
         if pairs:
             return open_pairs(path, data.splits, "all")
         if data.num_frames is not None:                                  # with captions of their own
             return open_sources(data.model_copy(update={"path": path, "held_out": 0.0, "held_out_path": None,
                                                         "images": None, "captions": None}))[0]
-        if labelled:                                                     # by the class names of the training data
-            source = open_images(data.path, data.image_size, channels=data.channels, split="held_out",
-                                 held_out_path=path, draft=data.draft)
-        else:
-            source = open_images(path, data.image_size, channels=data.channels, split="all", draft=data.draft)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("data.path=", "--data ").replace(", or builtin:fashion", "")) from None
+        # Labels follow the class names of the training data.
+        places = (data.path, "held_out", path) if labelled else (path, "all", None)
+        source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
+                             held_out_path=places[2], draft=data.draft)
     if labelled and "/" not in source.name(0):
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
                           "into folders named as those of the training data")
@@ -236,69 +184,54 @@ def _other_data(order: Order, run: Run, classes: int | None) -> Source:
         raise ConfigError(f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
                           f"data that would name them are no longer at {data.path}: put them back, or name a folder "
                           "with all classes")
-    _fits(path, source, run)
+    _require_fit(path, source, run)
     return source
 
 
-def _fits(path: str, source: ImageFolder, run: Run) -> None:
+def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
     """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
-    looked = []
-    for index in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+    sides, grey = [], []
+    for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
             with Image.open(source.path / source.name(index)) as image:
-                grey = image.mode in ("1", "L", "LA", "I", "I;16", "F") or _is_grey(image)
-                looked.append((min(image.size), grey))
-        except Exception:                # a hostile file may raise anything; it is told of where it is measured
+                grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
+                            or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
+                sides.append(min(image.size))
+        except Exception:                # a hostile file may raise anything; it is reported where it is measured
             continue
     size = run.data.image_size
-    if looked and all(side < size for side, _ in looked):
-        side = max(side for side, _ in looked)
-        raise ConfigError(f"--data {path} holds images of {side} pixels, data.image_size is {size}: name images of at "
-                          f"least {size} pixels")
-    if run.data.channels == 1 and looked and not any(grey for _, grey in looked):
+    if sides and max(sides) < size:
+        raise ConfigError(f"--data {path} holds images of {max(sides)} pixels, data.image_size is {size}: name images "
+                          f"of at least {size} pixels")
+    if run.data.channels == 1 and grey and not any(grey):
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
 
 
-def _is_grey(image: Image.Image) -> bool:
-    red, green, blue = image.convert("RGB").split()
-    return red.tobytes() == green.tobytes() == blue.tobytes()
-
-
-# ------------------------------------------------------------------------------------------------------------- output
-
-
-def _folder(order: Order) -> Path:
+def _folder(options: EvaluateOptions) -> Path:
     """Where to write, made and tried before hours are spent."""
-    out = order.out or order.folder / "evaluation"
-    try:
+    out = options.out or options.folder / "evaluation"
+    with write_errors(f"--out {out}", "name a folder that can be written"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
     if not os.access(out, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out} cannot be written: name another folder")
     return out
 
 
-def _name(order: Order, result: dict[str, Any]) -> str:
-    """One name for one question: another order writes another file, the same one replaces its own."""
+def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
+    """One name for one question: other options write another file, the same ones replace their own."""
     words = [f"step_{result['step']:08d}", figures.weights(result)]
-    if order.data is not None:
-        digest = hashlib.blake2b(os.path.abspath(order.data).encode(), digest_size=3).hexdigest()
-        words.append(f"{Path(order.data).name or 'data'}-{digest}")
+    if options.data is not None:
+        digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()
+        words.append(f"{Path(options.data).name or 'data'}-{digest}")
     elif result["split"] != "held_out":
         words.append(result["split"])
     if result["samples"] < result["samples_of_split"]:
         words.append(f"n{result['samples']}")
-    if order.num_steps is not None:
-        words.append(f"steps{order.num_steps}")
-    return "_".join([*words, *(["bf16"] if order.bf16 else [])])
-
-
-def _device() -> str:
-    device = group.device()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if options.num_steps is not None:
+        words.append(f"steps{options.num_steps}")
+    return "_".join([*words, *(["bf16"] if options.bf16 else [])])
 
 
 def report(path: Path, result: dict[str, Any]) -> str:
-    """What a person is told in the end."""
+    """The lines that are printed in the end."""
     return f"{figures.table(result)}\n{path} and {path.with_suffix('.png').name}"

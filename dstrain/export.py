@@ -7,8 +7,6 @@
 import importlib
 import importlib.util
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -30,6 +27,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
+from dstrain.runs.folders import new_folder
 from dstrain.runs.weights import read
 from dstrain.systems.base import Example, System
 
@@ -71,8 +69,6 @@ def export(options: ExportOptions) -> Exported:
                           "leave it out")
     run = trained.read(options.run)
     writer = _writer(options.run, run) if options.format == "diffusers" else None
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ConfigError(f"--out {options.out} is there already: name a new folder")
     system = systems.build(run.system, run.model)
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {options.run} trains {run.system}: "
@@ -83,26 +79,16 @@ def export(options: ExportOptions) -> Exported:
     if writer is not None:                                        # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
-    tmp = options.out.with_name(f"{options.out.name}.tmp{os.getpid()}")
-    try:
-        tmp.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(options.out) as folder:
         if writer is None:
-            exported = _as_parts(run, checkpoint, kinds, tmp)
+            exported = _as_parts(run, checkpoint, kinds, folder)
         else:
             nets = trained.networks(system, checkpoint, kinds, torch.float32)
-            exported = _in_diffusers(options, run, system, nets, writer, tmp)
+            exported = _in_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
-            card.write(tmp, options.out.name, run, options.run, checkpoint, kinds, exported.name, exported.note,
+            card.write(folder, options.out.name, run, options.run, checkpoint, kinds, exported.name, exported.note,
                        writer.about(system)[2], exported.errors)
-        if options.out.is_dir():
-            options.out.rmdir()
-        os.rename(tmp, options.out)
-    except (OSError, SafetensorError) as error:                   # a full disk raises either
-        raise ConfigError(f"--out {options.out} cannot be written ({getattr(error, 'strerror', None) or error}): name "
-                          "a folder that can be written and has room") from None
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return exported
 
 
@@ -116,7 +102,6 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
 
 
 def _as_parts(run: Run, checkpoint: Path, kinds: dict[str, str], out: Path) -> Exported:
-    out.mkdir()
     (out / "recipe.yaml").write_text(recipe.dump(run), encoding="utf-8")
     assert recipe.load(out / "recipe.yaml") == run
     errors = {}
@@ -168,10 +153,10 @@ def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str,
     """The statistics that launch/encode.py measured. ConfigError: its codes are of other weights."""
     folder = options.statistics.parent if options.statistics.name == INDEX else options.statistics
     index = read_index(folder)
-    ours, theirs = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
-    if ours != theirs:
-        raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {theirs}, "
-                          f"{options.run} exports {ours}; name the cache that was encoded by it (and the same --ema or "
+    own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
+    if own != encoder:
+        raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
+                          f"{options.run} exports {own}; name the cache that was encoded by it (and the same --ema or "
                           "--raw)")
     return index["statistics"]
 
@@ -189,9 +174,8 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
-    source, _ = open_sources(run.data)
-    for batch in held_out(Shuffled(source, run.seed), min(_BATCH, num), device=group.device(), seed=run.seed,
-                          limit=num):
+    source = Shuffled(open_sources(run.data)[0], run.seed)
+    for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
         with torch.no_grad():                  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)
         yield example

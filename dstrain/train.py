@@ -37,14 +37,6 @@ DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and s
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a command says beside the run itself."""
-
-    from_scratch: bool = False       # moves an earlier run in the folder aside
-    allow_change: bool = False       # accepts a recipe that changes the run in the folder
-
-
-@dataclass(frozen=True)
 class Training:
     """What the loop works with."""
 
@@ -72,11 +64,14 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], options: Options = Options()) -> int:
-    """Trains to run.steps from wherever the folder's newest whole checkpoint stands; an exit code, DONE or STOPPED."""
+def train(run: Run, settings: dict[str, Any], from_scratch: bool = False) -> int:
+    """Trains to run.steps from the folder's newest whole checkpoint; returns an exit code, DONE or STOPPED.
+
+    from_scratch: an earlier run in the folder is moved aside first.
+    """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     with lock:
-        training = set_up(run, settings, options)
+        training = set_up(run, settings, from_scratch)
         try:
             done = loop(training)
             finish(training, done)
@@ -103,8 +98,7 @@ def loop(training: Training) -> int:
         if stop:
             training.stops.settle()
         if due(every.report, done) or last:
-            tracker.report(done, throughput.figures(done) | {"skipped": training.skipped.total}
-                           | engines.figures())
+            tracker.report(done, throughput.figures(done) | {"skipped": training.skipped.total} | engines.figures())
         if due(every.sample, done, last) and not stop:
             with throughput.paused():
                 show(training, done)
@@ -142,13 +136,13 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
         system.observe(group.in_order(rows.pop("position"), rows))
 
 
-def set_up(run: Run, settings: dict[str, Any], options: Options) -> Training:
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint."""
     folder = run.directory
     start(run.faults.timeout_minutes)
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
-    if group.rank() == 0 and options.from_scratch:
+    if group.rank() == 0 and from_scratch:
         folders.set_aside(folder)
     group.barrier()
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
@@ -197,7 +191,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
 
 
 def finish(training: Training, done: int) -> None:
-    """Hands the trained weights to the tracker, says how the run ended, and takes leave of the other ranks."""
+    """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks."""
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     if training.first < saved == run.steps:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
@@ -212,7 +206,7 @@ def show(training: Training, done: int) -> None:
     system, samples, networks = training.system, training.run.samples, training.engines.modules
     chunk = min(training.micro, -(-samples.num // group.world()))
     data: dict[str, Tensor] = {}
-    columns = None                                                # the same of all grids: what belongs together aligns
+    columns = None                                                # the same for all grids, so that they align
     if system.starts_from_data:                                   # the same samples on every rank
         data = next(held_out(training.shown, min(samples.num, len(training.shown)), seed=training.run.seed))
     with training.ema.swapped(samples.ema):

@@ -45,7 +45,7 @@ examples:
 """
 
 
-def _order(argv: list[str] | None = None):
+def _options(argv: list[str] | None = None):
     parser = arguments.Parser(_HELP)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--first-stage", "--first_stage")
@@ -79,8 +79,8 @@ def _order(argv: list[str] | None = None):
     if words["first_stage"] is not None and given:
         raise cli.ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
                               "--first-stage")
-    from dstrain.encode import Order
-    return Order(**words)
+    from dstrain.encode import EncodeOptions
+    return EncodeOptions(**words)
 
 
 def _pairs(words: dict, parser: argparse.ArgumentParser):
@@ -96,27 +96,27 @@ def _pairs(words: dict, parser: argparse.ArgumentParser):
     other = [name for name, value in words.items() if value != parser.get_default(name)]
     if other:
         raise cli.ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
-    from dstrain.caches.embeddings import Order
-    return Order(**kept, **embeds)
+    from dstrain.caches.embeddings import EmbedOptions
+    return EmbedOptions(**kept, **embeds)
 
 
 def main() -> None:
-    order = _order()
+    options = _options()
     from dstrain import encode
     from dstrain.caches import embeddings
     from dstrain.ranks import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()
-    if not isinstance(order, encode.Order):
-        plan = embeddings.embed(order)
+    if not isinstance(options, encode.EncodeOptions):
+        plan = embeddings.embed(options)
         if group.rank() == 0:
-            print(f"{plan['pairs']} pairs in {order.out}: image_embed {plan['image_embed_dim']}, text_embed "
+            print(f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
                   f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
                   "images without caption")
         group.leave()
         return
-    index = encode.encode(order)
+    index = encode.encode(options)
     if group.rank() == 0:
         encoding, found = index["encoding"], index["statistics"]
         scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
@@ -124,7 +124,7 @@ def main() -> None:
         texts = ", with captions" if encoding.get("captions") else ""
         texts += f" and text_encodings {encoding['text']['shape']}" if encoding.get("text") else ""
         bad = f", {len(index['bad_files'])} unreadable files replaced" if index["bad_files"] else ""
-        print(f"{encoding['number']} samples in {order.out}: {encoding['kind']} {encoding['dtype']} "
+        print(f"{encoding['number']} samples in {options.out}: {encoding['kind']} {encoding['dtype']} "
               f"{encoding['shape']} x {encoding['flips']}{scale}{texts}{bad}")
     group.leave()
 

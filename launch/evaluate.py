@@ -28,7 +28,7 @@ examples:
 """
 
 
-def _order(argv: list[str] | None = None):
+def _options(argv: list[str] | None = None):
     parser = arguments.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--split", choices=("held_out", "train", "test"))
@@ -43,18 +43,18 @@ def _order(argv: list[str] | None = None):
     words = parser.words(argv)
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
-    from dstrain.evaluate import Order
-    return Order(**words)
+    from dstrain.evaluate import EvaluateOptions
+    return EvaluateOptions(**words)
 
 
 def main() -> None:
-    order = _order()
+    options = _options()
     from dstrain import evaluate
     from dstrain.ranks import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()
-    path, result = evaluate.evaluate(order)
+    path, result = evaluate.evaluate(options)
     if group.rank() == 0:
         print(evaluate.report(path, result))
     group.leave()

@@ -15,7 +15,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --prompts FILE        texts, one a line, repeated to as many, for a run that takes them
   --text-encoder PATH   what encodes them, a folder or a name on the hub (the recipe's)
   --then RUN            go on from the pictures with another run, such as super-resolution; may be given again
-  --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of another order
+  --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of an earlier one
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
   --sampler NAME        ddpm or ddim; euler or heun for flow matching; confidence or critic for videos (the run's)
@@ -30,7 +30,7 @@ of videos:
   --tokenizer FOLDER    what decodes their tokens (the recipe's)
   --num-frames N        of a clip, or of a scene, those included that are given (the run's samples.num_frames)
   --scenes FILE         texts, one a line: one long clip for each sample, scene after scene
-  --prime PATH          clips or pictures to go on from: a file, a folder, or the .npz of another order
+  --prime PATH          clips or pictures to go on from: a file, a folder, or the .npz of an earlier one
   --prime-frames K      that are given, or that a scene takes over from the one before (1 + temporal patch)
   --format gif,mp4      of the files (both); --fps N (10)
 
@@ -42,7 +42,7 @@ examples:
 """
 
 
-def _order(argv: list[str] | None = None):
+def _options(argv: list[str] | None = None):
     parser = arguments.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
@@ -70,20 +70,20 @@ def _order(argv: list[str] | None = None):
     words = parser.words(argv)
     if words["folder"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
-    from dstrain.generate import Order
-    return Order(**words | {"then": tuple(words["then"])})
+    from dstrain.generate import GenerateOptions
+    return GenerateOptions(**words | {"then": tuple(words["then"])})
 
 
 def main() -> None:
-    order = _order()
+    options = _options()
     from dstrain import generate
     from dstrain.ranks import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()
-    out = generate.generate(order)
+    out = generate.generate(options)
     if group.rank() == 0:
-        print(f"{order.num} samples in {out}")
+        print(f"{options.num} samples in {out}")
     group.leave()
 
 

@@ -31,7 +31,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("words", nargs="*")
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--out", type=Path)
-    words = parser.told(parser.parse_intermixed_args(argv))
+    words = parser.values(parser.parse_intermixed_args(argv))
     weights, *overrides = words["words"] or [None]
     for value, option in ((weights, "the file or folder of weights"), (words["recipe"], "the recipe: --recipe RECIPE"),
                           (words["out"], "the folder to write: --out RUN")):

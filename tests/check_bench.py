@@ -5,7 +5,7 @@ import json
 import torch
 
 from dstrain import recipe, systems
-from dstrain.bench import Repeated, our_side, plain_side
+from dstrain.bench import Repeated, dstrain_side, plain_side
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from tests.support.launch import ROOT
@@ -17,7 +17,7 @@ def main() -> None:
     run = recipe.check(run, systems.config_class(run.system))
     system = systems.build(run.system, run.model)
     batch = system.synthetic(4)
-    engines, ours = our_side(run, resolve({"zero_optimization": {"stage": 1}}, run, 1, "cpu"), system,
+    engines, ours = dstrain_side(run, resolve({"zero_optimization": {"stage": 1}}, run, 1, "cpu"), system,
                              Repeated(batch, 2))
     weights, plain, flops = plain_side(run, system, batch, 2, torch.float32)
     for step in range(5):

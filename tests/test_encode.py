@@ -14,7 +14,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.sources import completed, open_sources
-from dstrain.encode import Order, encode
+from dstrain.encode import EncodeOptions, encode
 from dstrain.recipe import ConfigError, Data
 from tests.support import first_stage
 from tests.support.pictures import break_file, folder
@@ -31,10 +31,10 @@ def images(tmp_path_factory):
     return folder(tmp_path_factory.mktemp("images") / "data", 3, 10)
 
 
-def order(path, vae, images, **changes):
+def options(path, vae, images, **changes):
     settings = dict(out=path, first_stage=str(vae), data=str(images), image_size=16, batch=4, shard_size=11,
                     dtype="float32")
-    return Order(**settings | changes)
+    return EncodeOptions(**settings | changes)
 
 
 def content(path):
@@ -44,7 +44,7 @@ def content(path):
 def test_shards_hold_the_posterior(tmp_path, vae, images):
     """Oracle: diffusers' own posterior of each image and of its mirror image; numpy's statistics of all of them."""
     from diffusers import AutoencoderKL
-    index = encode(order(tmp_path / "out", vae, images))
+    index = encode(options(tmp_path / "out", vae, images))
     network, source = AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False), open_images(images, 16, channels=1)
     found = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
     assert [len(shard["label"]) for shard in found] == [11, 11, 8]
@@ -69,14 +69,14 @@ def test_shards_hold_the_posterior(tmp_path, vae, images):
 
 def test_no_bar_off_a_terminal(tmp_path, vae, images, capsys):
     """Oracle: a log's lines: a bar would write itself over and over into one."""
-    encode(order(tmp_path / "out", vae, images))
+    encode(options(tmp_path / "out", vae, images))
     assert "image/s" not in capsys.readouterr().err
 
 
 def test_the_same_command_again(tmp_path, vae, images):
     """Oracle: the bytes of the first time: shards that are damaged or missing are made anew, the others not touched."""
     out = tmp_path / "out"
-    encode(order(out, vae, images))
+    encode(options(out, vae, images))
     before = content(out)
     assert set(before) == {"encoding.json", "index.json", *(f"shard_0000{i}.safetensors" for i in range(3))}
     (out / "index.json").unlink()
@@ -86,7 +86,7 @@ def test_the_same_command_again(tmp_path, vae, images):
     (out / "shard_00001.safetensors").write_bytes(data)
     (out / "shard_00001.safetensors.tmp").write_bytes(b"left over")
     kept = (out / "shard_00002.safetensors").stat().st_mtime_ns
-    encode(order(out, vae, images))
+    encode(options(out, vae, images))
     assert content(out) == before
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == kept
 
@@ -94,13 +94,13 @@ def test_the_same_command_again(tmp_path, vae, images):
 def test_another_encoding_is_refused(tmp_path, vae, images):
     """Oracle: the contract: what differs is named, with both values, and nothing is touched."""
     out = tmp_path / "out"
-    encode(order(out, vae, images))
+    encode(options(out, vae, images))
     before = content(out)
     other = first_stage.save(tmp_path / "other", seed=1)
     more = folder(tmp_path / "more", 3, 11)
     edited = Path(shutil.copytree(images, tmp_path / "edited"))
-    encode(order(out, vae, edited))                # a copy is the same data
-    encode(order(out, vae, images))
+    encode(options(out, vae, edited))                # a copy is the same data
+    encode(options(out, vae, images))
     assert content(out) == before
     next(edited.glob("*/*")).write_bytes(b"another")
     for changes, words in ((dict(first_stage=str(other)), f"first_stage {vae} .* there, {other} .* here"),
@@ -111,13 +111,13 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
                            (dict(shard_size=10), "shard_size 11 there, 10 here"),
                            (dict(flip=False), "flips 2 there, 1 here")):
         with pytest.raises(ConfigError, match=words):
-            encode(order(out, vae, images, **changes))
+            encode(options(out, vae, images, **changes))
     assert content(out) == before
 
 
 def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):
     """Oracle: what earlier versions wrote down: the fingerprint that runs keep, too."""
-    found = planned(order(tmp_path, vae, "builtin:fashion")).encoding["data"]
+    found = planned(options(tmp_path, vae, "builtin:fashion")).encoding["data"]
     assert found == open_images("builtin:fashion", 16, channels=1).fingerprint() == "builtin:fashion train n=2000 crc=4188a2ba"
 
 
@@ -135,20 +135,20 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
                            (dict(data="builtin:fashion", held_out=0.1), "--held-out 0.1: builtin:fashion holds out"),
                            (dict(out=tmp_path / "full"), "holds thesis.tex and no encoding")):
         with pytest.raises(ValueError, match=words):
-            encode(order(out, vae, images, **changes))
+            encode(options(out, vae, images, **changes))
         assert not out.exists()
     (tmp_path / "odd" / "encoding.json").mkdir(parents=True)
     with pytest.raises(ConfigError, match="odd/encoding.json cannot be read or written"):
-        encode(order(tmp_path / "odd", vae, images))
+        encode(options(tmp_path / "odd", vae, images))
     from safetensors.torch import load_file as load, save_file
     weights = load(hot / "diffusion_pytorch_model.safetensors")
     weights["quant_conv.bias"] += 1e6
     save_file(weights, hot / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="not finite in float16: take --dtype float32"):
-        encode(order(out, hot, images, dtype="float16"))
-    encode(order(tmp_path / "wide", hot, images))
+        encode(options(out, hot, images, dtype="float16"))
+    encode(options(tmp_path / "wide", hot, images))
     with pytest.raises(ConfigError, match="holds cached codes already"):
-        encode(order(out, vae, tmp_path / "wide"))
+        encode(options(out, vae, tmp_path / "wide"))
 
 
 def test_unreadable_files(tmp_path, vae):
@@ -157,8 +157,8 @@ def test_unreadable_files(tmp_path, vae):
     for name in ("c0/003.png", "c0/004.png", "c1/009.png"):
         break_file(root / name, "truncated")
     with pytest.raises(ConfigError, match="2 of 20 files cannot be read, more than --max-bad-fraction 0.05"):
-        encode(order(tmp_path / "out", vae, root, max_bad_fraction=0.05))
-    index = encode(order(tmp_path / "more", vae, root, max_bad_fraction=0.2))
+        encode(options(tmp_path / "out", vae, root, max_bad_fraction=0.05))
+    index = encode(options(tmp_path / "more", vae, root, max_bad_fraction=0.2))
     assert [name for name, _ in index["bad_files"]] == ["c0/003.png", "c0/004.png", "c1/009.png"]
     found = [load_file(tmp_path / "more" / shard["name"]) for shard in index["shards"]]
     sources = np.concatenate([shard["source"] for shard in found])
@@ -173,7 +173,7 @@ def test_the_same_bytes_on_any_number_of_threads(tmp_path, images):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            encode(order(tmp_path / str(threads), wide, few, image_size=64, batch=2, flip=False))
+            encode(options(tmp_path / str(threads), wide, few, image_size=64, batch=2, flip=False))
             assert torch.get_num_threads() == threads, "the caller's own number was not given back"
             found.append(content(tmp_path / str(threads)))
     finally:
@@ -185,7 +185,7 @@ def test_the_same_bytes_on_any_number_of_threads(tmp_path, images):
 def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
     """Oracle: the undamaged bytes: from the index, and without it from what the shards say of themselves."""
     out = tmp_path / "out"
-    encode(order(out, vae, images))
+    encode(options(out, vae, images))
     before = content(out)
 
     def spoil(index):
@@ -198,8 +198,8 @@ def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
         kept = {path: path.stat().st_mtime_ns for path in out.glob("shard_*")}
         assert is_encoded(out)
         with pytest.raises(ConfigError, match="holds another encoding.* Name another folder"):
-            encode(order(out, vae, images, flip=False))
-        encode(order(out, vae, images))
+            encode(options(out, vae, images, flip=False))
+        encode(options(out, vae, images))
         assert content(out) == before and {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
@@ -210,14 +210,14 @@ def test_files_of_others_are_left_alone(tmp_path, vae, images):
         out.mkdir()
         (out / name).write_text('{"mine": 1}')
         with pytest.raises(ConfigError, match=f"holds {name} and no encoding: name a new folder"):
-            encode(order(out, vae, images))
+            encode(options(out, vae, images))
         assert content(out) == {name: b'{"mine": 1}'}
 
 
 def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
     """Oracle: the same images in full batches: padding shows in no bit, whatever stands beside an image."""
-    encode(order(tmp_path / "whole", vae, images, shard_size=28))
-    encode(order(tmp_path / "cut", vae, images, shard_size=5))
+    encode(options(tmp_path / "whole", vae, images, shard_size=28))
+    encode(options(tmp_path / "cut", vae, images, shard_size=5))
     whole, cut = Latents(tmp_path / "whole"), Latents(tmp_path / "cut")
     for i in range(30):
         assert all(torch.equal(a, b) for a, b in zip(list(whole[i].values())[:2], list(cut[i].values())[:2]))
@@ -225,7 +225,7 @@ def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
 
 def test_training_from_latents_is_training_online(tmp_path, vae, images):
     """Oracle: the same DiT fed with images: the same x_start, bit for bit, mirrored ones included (float32 shards)."""
-    encode(order(tmp_path / "out", vae, images, image_size=32, batch=6))
+    encode(options(tmp_path / "out", vae, images, image_size=32, batch=6))
     data = Data(path=str(images), image_size=32, channels=1)
     cached = completed(data.model_copy(update={"path": str(tmp_path / "out")}))
     model = {"patch_size": 1, "hidden_size": 32, "depth": 1, "num_heads": 2, "num_classes": 10, "in_channels": 3,

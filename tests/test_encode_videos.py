@@ -13,7 +13,7 @@ from dstrain.data.clips import Cut
 from dstrain.data.latents import Latents
 from dstrain.data.sources import completed, open_sources
 from dstrain.data.videos import Mixed, Videos
-from dstrain.encode import Order, encode
+from dstrain.encode import EncodeOptions, encode
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import Codes, ConfigError, Data, Run
 from tests.support import clips, tokenizer, towers
@@ -43,8 +43,8 @@ def made(tmp_path_factory):
     return root, *tokenizer.save(root / "stage", str(root / "clips"))
 
 
-def order(root, out, **changes):
-    return Order(**dict(out=out, run=root / "stage", batch=3, shard_size=4, dtype="float32") | changes)
+def options(root, out, **changes):
+    return EncodeOptions(**dict(out=out, run=root / "stage", batch=3, shard_size=4, dtype="float32") | changes)
 
 
 def content(path):
@@ -63,7 +63,7 @@ def tokens_of(system, nets, videos, frames):
 def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
     """Oracle: the network by itself, the files' lengths and captions, and the text encoder by itself."""
     root, system, nets = made
-    index = encode(order(root, tmp_path / "out", text_encoder=str(root / "text")))
+    index = encode(options(root, tmp_path / "out", text_encoder=str(root / "text")))
     source, encoder = Videos(root / "clips", Cut(5, 8, 12, 1)), TextEncoder(str(root / "text"))
     found = Latents(tmp_path / "out")
     assert index["encoding"]["codebook_size"] == 16 and index["encoding"]["shape"] == [3, 2, 3] and found.captioned
@@ -87,7 +87,7 @@ def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
 def test_windows_of_a_clip(made, tmp_path):
     """Oracle: windows counted by hand: of 20 frames two of five may begin at 16 places, so at the 4th and the 12th."""
     root, system, nets = made
-    encode(order(root, tmp_path / "out", clips=2))
+    encode(options(root, tmp_path / "out", clips=2))
     found, whole = Latents(tmp_path / "out"), Videos(root / "clips", Cut(20, 8, 12, 1))[2]["video"]
     batch = found.take(torch.arange(14))
     wanted = tokens_of(system, nets, [whole[4:9], whole[12:17]], [5, 5])
@@ -100,7 +100,7 @@ def test_the_same_command_again(made, tmp_path):
     """Oracle: the bytes of the first time, from whatever is left; other shard borders and batches move no content."""
     root, out = made[0], tmp_path / "out"
     words = dict(text_encoder=str(root / "text"), clips=3)
-    encode(order(root, out, **words))
+    encode(options(root, out, **words))
     before = content(out)
     data = bytearray(before["shard_00003.safetensors"])
     data[-2] ^= 8
@@ -108,16 +108,16 @@ def test_the_same_command_again(made, tmp_path):
     for name in ("index.json", "shard_00000.safetensors"):
         (out / name).unlink()
     kept = (out / "shard_00001.safetensors").stat().st_mtime_ns
-    encode(order(root, out, **words))
+    encode(options(root, out, **words))
     assert content(out) == before and (out / "shard_00001.safetensors").stat().st_mtime_ns == kept
     for changes, message in ((dict(clips=2), "data .* x 3.* there, .* x 2.* here"),
                              (dict(text_encoder=None), "text .*encoder.* there, None here"),
                              (dict(max_text_len=6), r"'shape': \[10, 12\].* there, .*'shape': \[6, 12\]"),
                              (dict(batch=4), "batch 3 there, 4 here")):
         with pytest.raises(ConfigError, match=f"holds another encoding: .*{message}"):
-            encode(order(root, out, **words | changes))
+            encode(options(root, out, **words | changes))
     assert content(out) == before
-    encode(order(root, tmp_path / "cut", **words, shard_size=5))
+    encode(options(root, tmp_path / "cut", **words, shard_size=5))
     whole, cut = (Latents(path).take(torch.arange(21)) for path in (out, tmp_path / "cut"))
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
 
@@ -126,12 +126,12 @@ def test_other_clips_of_the_same_names(made, tmp_path):
     """Oracle: the bytes of the first time, kept for a copied folder alone, as what training compares."""
     root, out, there = made[0], tmp_path / "out", write(tmp_path / "clips")
     words = dict(data=str(there), clips=2)
-    encode(order(root, out, **words))
+    encode(options(root, out, **words))
     before = content(out)
     shutil.copytree(there, tmp_path / "copy", copy_function=shutil.copyfile)
-    encode(order(root, out, data=str(tmp_path / "copy"), clips=2))
+    encode(options(root, out, data=str(tmp_path / "copy"), clips=2))
     assert {name for name, data in content(out).items() if data != before[name]} == {"encoding.json"}, "names the copy"
-    encode(order(root, out, **words))
+    encode(options(root, out, **words))
     assert content(out) == before
     known = Videos(there, Cut(5, 8, 12, 1)).fingerprint()
     clips.write_pictures(there / "003.apng", clips.moving(9, 24, 16, seed=3))
@@ -139,7 +139,7 @@ def test_other_clips_of_the_same_names(made, tmp_path):
     for data in (there, tmp_path / "copy"):
         again = f"holds another encoding: data {there}, train .* there, {data}, train .* here. Name another"
         with pytest.raises(ConfigError, match=again):
-            encode(order(root, out, data=str(data), clips=2))
+            encode(options(root, out, data=str(data), clips=2))
         assert Videos(data, Cut(5, 8, 12, 1)).fingerprint() != known
     assert content(out) == before
     for source in (Videos(root / "clips", Cut(5, 8, 12, 1)), Videos(tmp_path / "copy", Cut(5, 8, 12, 1))):
@@ -180,7 +180,7 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
 def test_batches_of_a_cache(made, tmp_path):
     """Oracle: the items of the cache by their index, found again in batches at two world sizes; the recipe's words."""
     root = made[0]
-    encode(order(root, tmp_path / "out", text_encoder=str(root / "text"), dtype="float16"))
+    encode(options(root, tmp_path / "out", text_encoder=str(root / "text"), dtype="float16"))
     given = Data(path=str(tmp_path / "out"), image_size=12, height=8, num_frames=5, channels=1, flip=False)
     data = completed(given)
     first = Latents(tmp_path / "out").encoding["first_stage"]
@@ -235,9 +235,9 @@ def test_what_cannot_be_encoded(made, tmp_path):
             (dict(ema=0.9), "is an export and holds weights of one kind: leave out --ema"),
             (dict(run=tmp_path / "silent"), "is not a run's folder")):
         with pytest.raises(ValueError, match=message):
-            encode(order(root, out, **changes))
+            encode(options(root, out, **changes))
         assert not out.exists()
-    index = encode(order(root, out, data=str(tmp_path / "silent")))
+    index = encode(options(root, out, data=str(tmp_path / "silent")))
     assert not index["encoding"]["captions"] and "caption" not in Latents(out)[0]
 
 
@@ -247,7 +247,7 @@ def test_words_for_videos_need_videos(tmp_path):
     vae = first_stage.save(tmp_path / "vae")
     for name, value in (("clips", 2), ("captions", "x.tsv"), ("text_encoder", "t5"), ("max_text_len", 3)):
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is for videos, and .*vae encodes images"):
-            encode(Order(tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16,
+            encode(EncodeOptions(tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16,
                          **{name: value}))
 
 
@@ -256,8 +256,8 @@ def test_unreadable_clips(made, tmp_path):
     root = write(tmp_path / "clips")
     (root / "002.apng").write_bytes((root / "002.apng").read_bytes()[:60])
     with pytest.raises(ConfigError, match="1 of 7 files cannot be read, more than --max-bad-fraction 0.0 "):
-        encode(order(made[0], tmp_path / "none", data=str(root), clips=2, max_bad_fraction=0.0))
-    index = encode(order(made[0], tmp_path / "out", data=str(root), clips=2))
+        encode(options(made[0], tmp_path / "none", data=str(root), clips=2, max_bad_fraction=0.0))
+    index = encode(options(made[0], tmp_path / "out", data=str(root), clips=2))
     assert [name for name, _ in index["bad_files"]] == ["002.apng"]
     batch = Latents(tmp_path / "out").take(torch.arange(14))
     assert captions_of(batch["caption"])[4:6] == [TEXTS[3]] * 2

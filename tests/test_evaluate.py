@@ -15,7 +15,7 @@ from dstrain.data.spread import Spread
 from dstrain.diffusion import schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.evaluate import Order, _source, measure
+from dstrain.evaluate import EvaluateOptions, _source, measure
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
 from dstrain.track.videos import save_gif
@@ -211,11 +211,11 @@ def test_other_videos(tmp_path):
         save_gif(tmp_path / "clips" / f"{number}.gif", frames + 40 * number)
     run = Run(data={"path": "builtin:moving-fashion", "num_frames": 5, "height": counting.SIZE[0], "channels": 1,
                     "image_size": counting.SIZE[1], "flip": False})
-    source = _source(Order(tmp_path, data=str(tmp_path / "clips")), run, None)
+    source = _source(EvaluateOptions(tmp_path, data=str(tmp_path / "clips")), run, None)
     assert [source[index]["video"][-1, 0, 2, 3].item() for index in range(len(source))] == [4, 44, 84]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--data .*empty"):
-        _source(Order(tmp_path, data=str(tmp_path / "empty")), run, None)
+        _source(EvaluateOptions(tmp_path, data=str(tmp_path / "empty")), run, None)
 
 
 @pytest.mark.parametrize("size, num, batch", [(13, 5, 2), (8, None, 3), (5, 5, 64)])

@@ -14,7 +14,7 @@ from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
 from dstrain.disk.sealed import render
-from dstrain.encode import Order as Encoding, encode
+from dstrain.encode import EncodeOptions, encode
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
 from dstrain.engine.manifest import NAME, hash_files, manifest
@@ -75,22 +75,22 @@ def test_statistics(tmp_path, trained):
     """Oracle: the index of launch/encode.py over the same images; another first stage's index is refused."""
     run, system, nets = trained
     to_diffusers.save(system, nets, tmp_path / "out", lambda: {"scaling_factor": 1.0})
-    order = Encoding(tmp_path / "codes", first_stage=str(tmp_path / "out"), data=run.data.path, image_size=16,
+    options = EncodeOptions(tmp_path / "codes", first_stage=str(tmp_path / "out"), data=run.data.path, image_size=16,
                      flip=False, dtype="float32")
-    index = encode(order)
+    index = encode(options)
     measured = _measured(50, run, system, nets)
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
-    ordered = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
-    assert _statistics_of_cache(ordered, system, nets) == index["statistics"] == _statistics_of_cache(
+    with_statistics = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
+    assert _statistics_of_cache(with_statistics, system, nets) == index["statistics"] == _statistics_of_cache(
         ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes"), system, nets)
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
-    done = _in_diffusers(ordered, away, system, nets, to_diffusers, tmp_path / "told")
+    done = _in_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
-        _statistics_of_cache(ordered, system, other)
+        _statistics_of_cache(with_statistics, system, other)
 
 
 def test_measured_over_all_classes(trained):

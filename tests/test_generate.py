@@ -1,4 +1,4 @@
-"""What generate writes and reads: the .npz in pieces, pictures to begin from. Whole orders: tests/launch."""
+"""What generate writes and reads: the .npz in pieces, pictures to begin from. Whole commands: tests/launch."""
 
 import resource
 
@@ -9,7 +9,7 @@ from PIL import Image
 
 from dstrain import recipe, systems
 from dstrain.data.pixels import read_pictures
-from dstrain.generate import Order, generate
+from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError, Run
 from dstrain.track.pictures import Album
 from tests.support import checkpoints
@@ -55,7 +55,7 @@ def test_pictures_of_an_npz(tmp_path, pictures):
 
 
 def test_pictures_of_a_folder(tmp_path, pictures):
-    """Oracle: the pictures that were saved, by name; the folder of an order is read by its .npz, without the grid."""
+    """Oracle: the pictures that were saved, by name; the folder of an earlier run is read by its .npz, without the grid."""
     for number in (2, 0, 1):
         Image.fromarray(pictures[number]).save(tmp_path / f"{number:03}.png")
     assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures[:3])
@@ -95,12 +95,12 @@ PHENAKI = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1,
     ("phenaki", {"train": "critic"}, {}, "RUN: model: train=critic: there is no critic; set critic=token"),
     ("phenakis", {}, {}, "RUN: system: 'phenakis' is unknown")])
 def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
-    """Oracle: one line that names the word or the key, and the remedy where it is the order's."""
+    """Oracle: one line that names the word or the key, and the remedy where it is an option's."""
     fields = {} if system == "dit" else {"tokenizer": {"path": "there"}} | PHENAKI | model
     run = Run.model_validate({"name": "x", "system": system, "model": fields, "samples": {"sampler": "confidence"}})
     (tmp_path / "run.yaml").write_text(recipe.dump(run))
     with pytest.raises(ConfigError, match=message.replace("RUN", str(tmp_path))) as found:
-        generate(Order(tmp_path, **words))
+        generate(GenerateOptions(tmp_path, **words))
     assert len(found.value.problems) == 1 and "\n" not in str(found.value)
 
 
@@ -113,6 +113,6 @@ def test_a_full_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.*: make room"):
-            generate(Order(folder, num=2, out=tmp_path / "out"))
+            generate(GenerateOptions(folder, num=2, out=tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

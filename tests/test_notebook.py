@@ -13,7 +13,7 @@ import dstrain
 from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
 from dstrain.export import ExportOptions, export
-from dstrain.generate import Order, generate
+from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints, counting
 from tests.support.launch import ROOT, environment
@@ -45,7 +45,7 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(code, "README.md", "exec"), names)
-    out = generate(Order(folder, num=16, labels=(3, 5), guidance_scale=4, pngs=False))
+    out = generate(GenerateOptions(folder, num=16, labels=(3, 5), guidance_scale=4, pngs=False))
     drawn = np.load(next(out.glob("samples_*.npz")))["arr_0"]
     assert np.array_equal(names["images"].permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy(), drawn)
     assert torch.equal(names["eighth"][0], names["images"][7])

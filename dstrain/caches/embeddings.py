@@ -12,8 +12,7 @@ one fixed shape, cut at the shard's own borders, so that its bytes do not depend
 import hashlib
 import io
 import json
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data.captioned import open_captioned
 from dstrain.data.embeddings import PLAN
 from dstrain.data.rows import FOLDERS
@@ -31,12 +31,12 @@ from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
-from dstrain.runs import folders
+from dstrain.recipe import ConfigError, reworded, write_errors
+from dstrain.runs.folders import same_data
 
 
 @dataclass(frozen=True)
-class Order:
+class EmbedOptions:
     """What to embed, and with what."""
 
     out: Path                                  # folder of the pairs
@@ -59,165 +59,143 @@ class Encoders:
     text: TextEncoder
 
 
-def embed(order: Order) -> dict[str, Any]:
-    """Writes order.out, on all ranks together; what pairs.json says in the end.
+def embed(options: EmbedOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; returns the final content of pairs.json.
 
     ConfigError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
     other embeddings.
     """
-    try:
-        encoders = Encoders(ImageEncoder(order.image_encoder).to(group.device()),
-                            TextEncoder(order.text_encoder, order.max_text_len).to(group.device()))
-    except ConfigError as error:
-        key, _, said = str(error).partition(":")
-        raise ConfigError(f"--{key.replace('_', '-')}:{said}") from None
-    source = open_captioned(order.data, encoders.image.image_size)
-    plan = _plan(order, encoders, source)
-    count = -(-plan["pairs"] // order.shard_size)
-    with _claimed(order.out) if group.rank() == 0 else nullcontext():
-        problem = _prepared(order, plan) if group.rank() == 0 else None
-        if problem := group.from_first(problem):
-            raise ConfigError(problem)
-        mine = range(group.rank(), count, group.world())
-        there = {number for some in group.objects([number for number in mine if _whole(order.out, number)])
-                 for number in some}
-        missing = [number for number in range(count) if number not in there]
-        _made(order, encoders, source, missing)
-        group.barrier()                          # the notes of all ranks are there
-        bad = {tuple(entry) for some in group.objects([entry for number in mine for entry in _bad(order.out, number)])
-               for entry in some}
-        _tolerate(len(bad), order, plan["pairs"])
+    with reworded(options={"image_encoder:": "--image-encoder:", "text_encoder:": "--text-encoder:",
+                           "max_text_len:": "--max-text-len:"}):
+        encoders = Encoders(ImageEncoder(options.image_encoder).to(group.device()),
+                            TextEncoder(options.text_encoder, options.max_text_len).to(group.device()))
+    source = open_captioned(options.data, encoders.image.image_size)
+    plan = _plan(options, encoders, source)
+    count = -(-plan["pairs"] // options.shard_size)
+    with claimed(options.out, "embeds", lambda: _prepare(options, plan)):
+        notes = {number: note for number in range(group.rank(), count, group.world())
+                 if (note := _whole(options.out, number))}
+        whole = set(of_all_ranks(notes))
+        notes |= _make(options, encoders, source, [number for number in range(count) if number not in whole])
+        bad = set(of_all_ranks(tuple(entry) for note in notes.values() for entry in note["unreadable"]))
+        require_readable(len(bad), plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
-            atomic.write(order.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
-    group.barrier()
+            atomic.write(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return plan
 
 
-def _plan(order: Order, encoders: Encoders, source: Source) -> dict[str, Any]:
+def _plan(options: EmbedOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
     """All that the bytes depend on."""
-    image = encoders.image
-    seen = fingerprint({"class": type(image.model).__name__}, image.state_dict() | dict(image.named_buffers()))
-    kept = {name: value for name, value in asdict(order).items()
-            if name in ("text_encodings", "batch", "shard_size", "dtype")}
-    return {**kept, "pairs": len(source), "image_embed_dim": encoders.image.embed_dim,
-            "text_embed_dim": encoders.text.embed_dim, "max_text_len": encoders.text.max_length,
-            "text_encodings_dim": encoders.text.encodings_dim, "image_encoder": seen,
-            "text_encoder": encoders.text.fingerprint(), "complete": False,
+    image, text = encoders.image, encoders.text
+    weights = image.state_dict() | dict(image.named_buffers())
+    return {"text_encodings": options.text_encodings, "batch": options.batch, "shard_size": options.shard_size,
+            "dtype": options.dtype, "pairs": len(source), "image_embed_dim": image.embed_dim,
+            "text_embed_dim": text.embed_dim, "max_text_len": text.max_length,
+            "text_encodings_dim": text.encodings_dim, "text_encoder": text.fingerprint(), "complete": False,
+            "image_encoder": fingerprint({"class": type(image.model).__name__}, weights),
             "data": group.from_first(source.fingerprint() if group.rank() == 0 else None)}
 
 
-def _claimed(out: Path) -> Any:
-    try:
-        return folders.claim(out, busy=f"--out {out}: another process embeds into it; wait for its end")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be made ({error.strerror}): name a folder that can be written") from None
-
-
-def _prepared(order: Order, plan: dict[str, Any]) -> str | None:
-    """Makes the folder ready on rank 0; why it cannot be, else None."""
-    path = order.out / PLAN
+def _prepare(options: EmbedOptions, plan: dict[str, Any]) -> str | None:
+    """Makes the folder ready; returns why it cannot be, else None."""
+    out, path = options.out, options.out / PLAN
     if path.exists():
         try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-            apart = [f"{key} {there.get(key)} there, {value} here" for key, value in plan.items()
-                     if key != "complete" and there.get(key) != value
-                     and not (key == "data" and folders.same_data(str(there.get(key)), value))]
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            changes = [f"{key} {earlier.get(key)} there, {value} here" for key, value in plan.items()
+                       if key != "complete" and earlier.get(key) != value
+                       and not (key == "data" and same_data(str(earlier.get(key)), value))]
         except (OSError, ValueError, AttributeError):
-            return (f"--out {path} is damaged: delete it if {order.out} is of the same embeddings, or name another "
-                    "folder")
-        if apart:
-            return f"--out {order.out} holds other embeddings: {'; '.join(apart)}. Name another folder"
-    elif strangers := sorted(entry.name for entry in order.out.iterdir() if entry.name[0] != "."):
-        return f"--out {order.out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
-    for folder in (*FOLDERS.values(), "metadata", "done"):
-        if folder in ("text_encodings", "text_mask") and not order.text_encodings:
-            continue
-        (order.out / folder).mkdir(exist_ok=True)
-        for leftover in (order.out / folder).glob("*.tmp"):
-            leftover.unlink()
+            return f"--out {path} is damaged: delete it if {out} is of the same embeddings, or name another folder"
+        if changes:
+            return f"--out {out} holds other embeddings: {'; '.join(changes)}. Name another folder"
+    elif strangers := sorted(entry.name for entry in out.iterdir() if entry.name[0] != "."):
+        return f"--out {out} holds {', '.join(strangers[:3])} and no {PLAN}: name a new folder"
+    for name in (*FOLDERS.values(), "metadata", "done"):
+        if options.text_encodings or name not in ("text_encodings", "text_mask"):
+            (out / name).mkdir(exist_ok=True)
+            for leftover in (out / name).glob("*.tmp"):
+                leftover.unlink()
     atomic.write(path, json.dumps(plan, sort_keys=True, indent=1) + "\n")
     return None
 
 
-def _whole(out: Path, number: int) -> bool:
-    """Whether every file of a shard has the hash that was noted when it was written."""
+def _whole(out: Path, number: int) -> dict[str, Any] | None:
+    """The note of a shard, where all its files still have the hashes in it and so it is whole; else None."""
     try:
-        noted = json.loads(_note(out, number).read_text(encoding="utf-8"))
-        return all(hashlib.blake2b((out / name).read_bytes(), digest_size=32).hexdigest() == digest
-                   for name, digest in noted["files"].items())
+        note = json.loads(_note_path(out, number).read_text(encoding="utf-8"))
+        whole = all(_digest((out / name).read_bytes()) == digest for name, digest in note["files"].items())
+        return note if whole and isinstance(note["unreadable"], list) else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return False
+        return None
 
 
-def _bad(out: Path, number: int) -> list[list[str]]:
-    """Name and reason of each pair of a whole shard that could not be read."""
-    return json.loads(_note(out, number).read_text(encoding="utf-8"))["unreadable"]
-
-
-def _note(out: Path, number: int) -> Path:
+def _note_path(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
-def _made(order: Order, encoders: Encoders, source: Source, missing: list[int]) -> None:
-    """Embeds this rank's share of the missing shards."""
-    count = 0
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: list[int]) -> dict[int, dict[str, Any]]:
+    """Embeds this rank's share of the missing shards; the note of each."""
+    notes, num_bad = {}, 0
     mine, total = missing[group.rank()::group.world()], len(source)
-    with tqdm(total=len(mine) * order.shard_size, unit="pair", disable=None if group.rank() == 0 else True) as bar:
+    with tqdm(total=len(mine) * options.shard_size, unit="pair", disable=None if group.rank() == 0 else True) as bar:
         for number in mine:
-            _note(order.out, number).unlink(missing_ok=True)
+            _note_path(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
-            found: list[tuple[str, str]] = []
-            stop = min((number + 1) * order.shard_size, total)
-            for start in range(number * order.shard_size, stop, order.batch):
-                rows = range(start, min(start + order.batch, stop))
+            unreadable: set[tuple[str, str]] = set()
+            stop = min((number + 1) * options.shard_size, total)
+            for start in range(number * options.shard_size, stop, options.batch):
+                rows = range(start, min(start + options.batch, stop))
                 items, bad = read_items(source, list(rows))
-                found += bad
-                _tolerate(count + len(set(found)), order, total)
-                parts.append(_embedded(order, encoders, items))
+                unreadable.update(bad)
+                require_readable(num_bad + len(unreadable), total, options.max_bad_fraction, "pairs")
+                parts.append(_embedded(options, encoders, items))
                 bar.update(len(rows))
-            _write(order.out, number, parts, sorted(set(found)))
-            count += len(set(found))
+            notes[number] = _write(options.out, number, parts, sorted(unreadable))
+            num_bad += len(unreadable)
+    return notes
 
 
 @torch.no_grad()
-def _embedded(order: Order, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+def _embedded(options: EmbedOptions, encoders: Encoders, items: list[dict[str, Tensor]]) -> dict[str, Any]:
     """One batch, filled up by its last pair to a fixed shape: arrays (n, ...) as stored, and captions."""
-    full = items + items[-1:] * (order.batch - len(items))
+    full = items + items[-1:] * (options.batch - len(items))
     captions = captions_of(torch.stack([item["caption"] for item in full]))
-    image = encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))
     texts = encoders.text.encode(captions)
-    wanted = {"image_embed": image, "text_embed": texts["text_embed"]}
-    if order.text_encodings:
-        wanted |= {"text_encodings": texts["text_encodings"], "text_mask": texts["text_mask"]}
+    embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
+    embedded |= {name: texts[name] for name in ("text_embed", "text_encodings", "text_mask")
+                 if options.text_encodings or name == "text_embed"}
     arrays: dict[str, Any] = {}
-    for name, values in wanted.items():
+    for name, values in embedded.items():
         with np.errstate(over="ignore"):
-            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else order.dtype)
+            arrays[name] = values[:len(items)].cpu().numpy().astype(bool if name == "text_mask" else options.dtype)
         if name != "text_mask" and not np.isfinite(arrays[name]).all():
-            raise ConfigError(f"{name} is not finite in {order.dtype}: take --dtype float32, or other encoders")
+            raise ConfigError(f"{name} is not finite in {options.dtype}: take --dtype float32, or other encoders")
     return arrays | {"captions": captions[:len(items)]}
 
 
-def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> None:
+def _write(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
     """The files of one shard, and last the note that they are whole."""
-    noted: dict[str, str] = {}
-    try:
+    note: dict[str, Any] = {"files": {}, "unreadable": bad}
+    with write_errors(f"--out {out}", SAME_COMMAND):
         for name in parts[0]:
             if name == "captions":
-                path, data = f"metadata/metadata_{number:05d}.parquet", _parquet(
-                    [caption for part in parts for caption in part["captions"]])
+                path = f"metadata/metadata_{number:05d}.parquet"
+                data = _parquet([caption for part in parts for caption in part["captions"]])
             else:
                 path = f"{FOLDERS[name]}/{FOLDERS[name]}_{number:05d}.npy"
                 buffer = io.BytesIO()
                 np.save(buffer, np.concatenate([part[name] for part in parts]))
                 data = buffer.getvalue()
             atomic.write(out / path, data)
-            noted[path] = hashlib.blake2b(data, digest_size=32).hexdigest()
-        atomic.write(_note(out, number), json.dumps({"files": noted, "unreadable": bad}, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written ({error.strerror}); what is there is whole: give the same "
-                          "command again once it can") from None
+            note["files"][path] = _digest(data)
+        atomic.write(_note_path(out, number), json.dumps(note, indent=1) + "\n")
+    return note
 
 
 def _parquet(captions: list[str]) -> bytes:
@@ -227,9 +205,3 @@ def _parquet(captions: list[str]) -> bytes:
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"caption": pyarrow.array(captions, pyarrow.string())}), buffer)
     return buffer.getvalue()
-
-
-def _tolerate(bad: int, order: Order, total: int) -> None:
-    if bad > max(order.max_bad_fraction * total, 1 if order.max_bad_fraction else 0):
-        raise ConfigError(f"{bad} of {total} pairs cannot be read, more than --max-bad-fraction "
-                          f"{order.max_bad_fraction} tolerates: repair or remove them, or raise it")

@@ -1,4 +1,4 @@
-"""What launch/encode.py is to do: the order, the images or videos, and their encoding, all that its bytes depend on."""
+"""What launch/encode.py is to do: its options, the images or videos, and their encoding, on which its bytes depend."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from dstrain.data.sources import open_sources
 from dstrain.data.spread import Windows
 from dstrain.encoders.text import TextEncoder
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.runs import first_stage
 from dstrain.runs.first_stage import FirstStage
 
 
 @dataclass(frozen=True)
-class Order:
+class EncodeOptions:
     """What to encode, and with what."""
 
     out: Path                                  # folder of the shards
@@ -47,7 +47,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Plan:
-    """An order, opened."""
+    """What the options name, opened."""
 
     stage: FirstStage
     texts: TextEncoder | None                  # None: captions are not encoded
@@ -55,115 +55,97 @@ class Plan:
     encoding: dict[str, Any]                   # JSON, see data/shards.py
 
 
-def planned(order: Order) -> Plan:
+def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
-    if order.run is not None:
-        stage = first_stage.of_run(order.run, order.ema, order.raw, order.step)
+    if options.run is not None:
+        stage = first_stage.of_run(options.run, options.ema, options.raw, options.step)
     else:
-        stage = first_stage.of_diffusers(order.first_stage, order.image_size)
-    _fit(order, stage)
-    texts = _texts(order)
-    return Plan(stage, texts, *_encoding(order, stage, texts))
-
-
-def _fit(order: Order, stage: FirstStage) -> None:
-    """ConfigError: the order has words for videos, and the first stage encodes images."""
+        stage = first_stage.of_diffusers(options.first_stage, options.image_size)
     for name in () if _of_videos(stage) else ("clips", "captions", "text_encoder", "max_text_len"):
-        if getattr(order, name) is not None:
+        if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for videos, and {stage.name} encodes images: leave it "
                               "out, or name a run that learned from videos")
+    texts = _texts(options)
+    return Plan(stage, texts, *_encoding(options, stage, texts))
 
 
 def _of_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
-def _texts(order: Order) -> TextEncoder | None:
-    if order.text_encoder is None:
-        if order.max_text_len is not None:
+def _texts(options: EncodeOptions) -> TextEncoder | None:
+    if options.text_encoder is None:
+        if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
         return None
-    try:
-        return TextEncoder(order.text_encoder, order.max_text_len).to(group.device())
-    except ConfigError as error:
-        said = str(error).replace("text_encoder:", "--text-encoder:").replace("max_text_len:", "--max-text-len:")
-        raise ConfigError(said) from None
+    with reworded(options={"text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
+        return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
 
 
-def _encoding(order: Order, stage: FirstStage, texts: TextEncoder | None) -> tuple[Source, dict[str, Any]]:
+def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None) -> tuple[Source, dict[str, Any]]:
     """The source, and what its encoding is."""
-    source, size = _source(order, stage)
+    source, size = _source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
-        raise ConfigError(f"--text-encoder {order.text_encoder}: the videos have no captions to encode; write X.txt "
+        raise ConfigError(f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
                           "beside each X.mp4, name a --captions file, or leave it out")
     row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
-    probe = stage.codes({name: torch.stack([value] * order.batch).to(group.device()) for name, value in row.items()})
+    probe = stage.codes({name: torch.stack([value] * options.batch).to(group.device()) for name, value in row.items()})
     tokens = probe.dtype.kind == "i"
-    found = {
+    encoding = {
         "kind": "tokens" if tokens else "latents", "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
-        "dtype": "int32" if tokens else order.dtype, "number": len(source),
-        "flips": 2 if order.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
-        "shard_size": order.shard_size, "batch": order.batch, "first_stage": stage.fingerprint,
-        "data": _contents(source)}
+        "dtype": "int32" if tokens else options.dtype, "number": len(source),
+        "flips": 2 if options.flip and not _of_videos(stage) else 1, "image_size": size, "channels": stage.channels,
+        "shard_size": options.shard_size, "batch": options.batch, "first_stage": stage.fingerprint,
+        # All files will be read: their sizes cost little and tell of a changed one.
+        "data": group.from_first(source.contents() if group.rank() == 0 else None)}
     if tokens:
-        found["codebook_size"] = stage.codebook_size
+        encoding["codebook_size"] = stage.codebook_size
     if _of_videos(stage):
         text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
-                          "dtype": order.dtype}
-        found |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
-                  "height": stage.data.height or size, "captions": "caption" in first, "text": text}
-    return source, found
+                          "dtype": options.dtype}
+        encoding |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
+                     "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+    return source, encoding
 
 
-def _contents(source: Source) -> str:
-    """What is encoded, as rank 0 sees it. All files will be read: their sizes cost little and tell of a changed one."""
-    return group.from_first(source.contents() if group.rank() == 0 else None)
-
-
-def _source(order: Order, stage: FirstStage) -> tuple[Source, int]:
+def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     """What is encoded, and the size of its squares, or of its width, in pixels."""
-    data, size, share, beside, own = order.data, order.image_size, order.held_out or 0.0, None, stage.data
-    if own is not None:
-        size = size or own.image_size
-        if data is None:
-            data, beside = own.path, own.held_out_path
-            share = own.held_out if order.held_out is None else order.held_out
-    if data is None or size is None:
+    path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
+    if (run_data := stage.data) is not None:
+        size = size or run_data.image_size
+        if path is None:
+            path, held_out_path = run_data.path, run_data.held_out_path
+            share = run_data.held_out if options.held_out is None else options.held_out
+    if path is None or size is None:
         raise ConfigError("name the images: --data FOLDER (or builtin:fashion) and --image-size PIXELS")
-    if data.startswith("builtin:") and order.held_out:
-        raise ConfigError(f"--held-out {order.held_out}: {data} holds out images itself: leave it out")
-    if is_encoded(data):
-        raise ConfigError(f"--data {data} holds cached codes already: name a folder of images")
-    try:
+    if path.startswith("builtin:") and options.held_out:
+        raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
+    if is_encoded(path):
+        raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
+    with reworded(options={"data.path=": "--data ", "data.held_out": "--held-out", "data.captions=": "--captions "}):
         if _of_videos(stage):
-            return _clips(order, own, data, share, beside), size
-        return open_images(data, size, channels=stage.channels, split=order.split, held_out=share,
-                           held_out_path=beside), size
-    except ConfigError as error:
-        said = str(error).replace("data.path=", "--data ").replace("data.held_out", "--held-out")
-        raise ConfigError(said.replace("data.captions=", "--captions ")) from None
+            return _clips(options, run_data, path, share, held_out_path), size
+        return open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
+                           held_out_path=held_out_path), size
 
 
-def _clips(order: Order, own: Data, path: str, share: float, beside: str | None) -> Source:
+def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
     """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
-    said = {"path": path, "held_out": share, "held_out_path": beside, "flip": False, "codes": None}
-    if order.data is not None:
-        said |= {"images": None, "captions": None}
-    if order.image_size is not None:
-        said["image_size"] = order.image_size
-    if order.captions is not None:
-        said["captions"] = order.captions
-    if order.split == "all":
-        said |= {"held_out": 0.0, "held_out_path": None}
-    train, unseen = open_sources(own.model_copy(update=said))
-    if order.split == "held_out" and unseen is None:
+    changes = {"path": path, "held_out": share, "held_out_path": held_out_path, "flip": False, "codes": None}
+    if options.data is not None:
+        changes |= {"images": None, "captions": None}
+    changes |= {name: value for name in ("image_size", "captions") if (value := getattr(options, name)) is not None}
+    if options.split == "all":
+        changes |= {"held_out": 0.0, "held_out_path": None}
+    train, held_out = open_sources(run_data.model_copy(update=changes))
+    if options.split == "held_out" and held_out is None:
         raise ConfigError("no videos are held out: set data.held_out (a fraction)")
-    if order.split == "all" and unseen is not None:
+    if options.split == "all" and held_out is not None:
         raise ConfigError(f"--split all: {path} holds out clips itself: take train and held_out, each into a folder")
-    source = unseen if order.split == "held_out" else train
-    if order.clips is None:
+    source = held_out if options.split == "held_out" else train
+    if options.clips is None:
         return source
     if source.chance_name is None:
-        raise ConfigError(f"--clips {order.clips}: the videos of {path} are as long as a clip: leave it out")
-    return Windows(source, order.clips)
+        raise ConfigError(f"--clips {options.clips}: the videos of {path} are as long as a clip: leave it out")
+    return Windows(source, options.clips)

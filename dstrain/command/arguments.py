@@ -33,10 +33,10 @@ class Parser(argparse.ArgumentParser):
 
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """What was typed, by name. --help ends the process."""
-        return self.told(self.parse_args(argv))
+        return self.values(self.parse_args(argv))
 
-    def told(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """As `words`, of what was parsed in another way."""
+    def values(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """As `words`, of arguments that are parsed already."""
         words = vars(parsed)
         if words.pop("help"):
             print(self.text, end="")
@@ -85,20 +85,20 @@ def labels(text: str) -> tuple[int, ...]:
 
 def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Some of the known words, as gif,mp4."""
-    def some(text: str) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        if not set(found) <= set(known):
+    def words(text: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
-        return found
-    return some
+        return words
+    return words
 
 
 def lines(text: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty."""
     try:
-        found = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {error}") from None
-    if not found:
+    if not lines:
         raise argparse.ArgumentTypeError(f"{text} holds no line of text")
-    return found
+    return lines

@@ -65,7 +65,7 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
         parser.add_argument(flag, action="store_true")
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(argv)
-    parser.told(parsed)
+    parser.values(parsed)
     if unknown:
         raise ConfigError(*(_unknown_option(option, parser) for option in unknown))
     for override in parsed.overrides:
@@ -73,8 +73,8 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
             if "=" not in override and override.endswith(ending):
                 raise ConfigError(f"{override} stands alone: write {option} {override}")
     return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
-                   _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
-                   parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change)
+                      _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
+                      parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change)
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
@@ -99,9 +99,9 @@ def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
     return f"{option}: there is no such option{meant}; --help shows what there is"
 
 
-def _find(option: str, given: Path | None, default: Path, root: Path) -> Path:
-    """The file as given, or below the repository where only that exists."""
-    path = given or default
+def _find(option: str, path: Path | None, default: Path, root: Path) -> Path:
+    """The file at `path`, None for the default; below the repository where it exists only there."""
+    path = path or default
     for candidate in (path, root / path):
         if candidate.exists():
             return candidate

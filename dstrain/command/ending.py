@@ -25,18 +25,13 @@ def run_main(main: Callable[[], None]) -> None:
 def _run_main(main: Callable[[], None]) -> None:
     try:
         main()
-    except KeyboardInterrupt:                      # training itself hears Ctrl-C, saves and ends in its own way
+    except KeyboardInterrupt:                      # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except FloatingPointError as error:
+    except (FloatingPointError, NotSaved, ConfigError) as error:
         _report(error)
-        raise SystemExit(3) from None
-    except NotSaved as error:
-        _report(error)
-        raise SystemExit(1) from None
-    except ConfigError as error:
-        _report(error)
-        raise SystemExit(2) from None
+        code = {FloatingPointError: 3, NotSaved: 1, ConfigError: 2}
+        raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if group.lost(error):
             group.end(error)
@@ -46,7 +41,7 @@ def _run_main(main: Callable[[], None]) -> None:
 def _report(error: Exception) -> None:
     place = group.place()
     if place.rank:
-        # Rank 0 says the same in most cases, and its end ends this rank; a fault of this machine alone is told here.
+        # Mostly rank 0 reports the same, and its end ends this rank. A fault of this machine alone is reported here.
         time.sleep(3)
     lines = getattr(error, "problems", [str(error)])
     where = f" [rank {place.rank}]" if place.rank else ""

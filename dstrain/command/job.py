@@ -56,7 +56,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
         problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
     if not problems and group.place().rank == 0:
         with _collecting(problems):
-            remarks += _meet_data_and_folder(run, options)
+            remarks += _check_data_and_folder(run, options)
     if problems:
         raise ConfigError(*problems)
     return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
@@ -73,7 +73,11 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         require_kind(run.data, run.system, schema.learns_from, systems.learners)
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
-        problems += _label_problems(run, config.num_labels) + config.conflicts(run)
+        labels, classes = run.samples.labels or (), config.num_labels
+        if unknown := [label for label in labels if classes is not None and label >= classes]:
+            problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.num_classes={classes}; "
+                            f"labels are 0 to {classes - 1}")
+        problems += config.conflicts(run)
     return run, problems
 
 
@@ -84,14 +88,6 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems += error.problems
-
-
-def _label_problems(run: Run, num_labels: int | None) -> list[str]:
-    unknown = [label for label in run.samples.labels or () if num_labels is not None and label >= num_labels]
-    if not unknown:
-        return []
-    return [f"samples.labels={list(run.samples.labels)}: {unknown} are not below model.num_classes={num_labels}; "
-            f"labels are 0 to {num_labels - 1}"]
 
 
 def _path_problems(run: Run) -> list[str]:
@@ -132,38 +128,31 @@ def _folder_problem(folder: Path) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------- with the data and the folder at hand
-
-
-def _meet_data_and_folder(run: Run, options: JobOptions) -> list[str]:
+def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
 
-    Gives remarks that are worth printing. ConfigError: the first problem.
+    Returns remarks that are worth printing. ConfigError: the first problem.
     """
     from dstrain.command.probe import probe
-    from dstrain.data.sources import open_sources
+    from dstrain.data.sources import is_embeddings, open_sources
 
     source, held_out = open_sources(run.data, verify=True)
-    _require_held_out(run, held_out)
+    if run.save.best and held_out is None:
+        remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
+        raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
     system = systems.build(run.system, run.model)
     if run.data.flip and system.takes_texts and source.captioned:
         raise ConfigError(f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)
     _require_samples(run, system)
-    _require_labels(run, source)
+    known, classes = systems.config(run.system, run.model).num_labels, len(source.classes)
+    if known is not None and classes > known:
+        raise ConfigError(f"data.path={run.data.path} has {classes} classes, model.num_classes={known}: labels would "
+                          f"be out of range; write model.num_classes={classes}")
     remarks = _initial_weights(run, system, options)
-    folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch,
-                  allow_change=options.allow_change)
+    folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch, allow_change=options.allow_change)
     return remarks if options.print_config else remarks + probe(run, system, source)
-
-
-def _require_held_out(run: Run, held_out: Any) -> None:
-    from dstrain.data.sources import is_embeddings
-
-    if run.save.best and held_out is None:
-        remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
-        raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
 
 
 def _require_samples(run: Run, system: System) -> None:
@@ -184,13 +173,6 @@ def _require_samples(run: Run, system: System) -> None:
                               "at most")
     if samples.prompts and run.every.sample:
         system.conditions_from_texts([samples.prompts[0]])
-
-
-def _require_labels(run: Run, source: Any) -> None:
-    known, classes = systems.config(run.system, run.model).num_labels, len(source.classes)
-    if known is not None and classes > known:
-        raise ConfigError(f"data.path={run.data.path} has {classes} classes, model.num_classes={known}: labels would "
-                          f"be out of range; write model.num_classes={classes}")
 
 
 def _initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:

@@ -21,12 +21,12 @@ from dstrain.systems import System
 
 _SAMPLES = 2
 _WEIGHTS, _NUMBERS = 10_000_000, 1 << 16     # of a small model, and of the largest tensor of a sample: a second's work
-# What torch says where an id is not in a table: of embeddings without the id, of targets and indices with it.
+# Torch's messages where an id is not in a table: of embeddings without the id, of targets and indices with it.
 _OUT_OF_RANGE = re.compile(r"index out of range in self|(?:Target|index) (-?\d+) is out of bounds")
 
 
 class _NotChecked(Exception):
-    """Code that asks for values, which tensors on the meta device have not."""
+    """Code asks for values, which tensors on the meta device do not have."""
 
 
 class _Unfilled(TorchFunctionMode):
@@ -80,8 +80,7 @@ def _check(run: Run, system: System, batch: dict[str, Tensor], encoding: torch.d
         networks = system.networks()
     for network in system.frozen():
         network.to(encoding)
-    remarks: list[str] = []
-    parts: set[str] = set()
+    remarks, parts = [], set()
     for step in (0, run.steps - 1):                               # an adversary may join later
         turns = system.turns(step)
         if parts.issuperset(turns):
@@ -142,7 +141,7 @@ def _explained(place: str, ids: dict[str, Tensor]) -> Iterator[None]:
         outside = _OUT_OF_RANGE.search(line)
         if not outside or outside[1] and not any((values == int(outside[1])).any() for values in ids.values()):
             raise                                                 # a bug, which no other data or table would mend
-        found = ", ".join(f"{name} {values.min()} to {values.max()}" for name, values in ids.items())
+        ranges = ", ".join(f"{name} {values.min()} to {values.max()}" for name, values in ids.items())
         raise ConfigError(f"{place}: an id lies outside of the table that it is looked up in ({line}). The first "
-                          f"samples hold the ids {found or 'of no tensor'}. Enlarge the table in the model section "
+                          f"samples hold the ids {ranges or 'of no tensor'}. Enlarge the table in the model section "
                           "(codebook_size, num_classes), or give other data") from error

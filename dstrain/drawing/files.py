@@ -8,6 +8,7 @@
     embeddings.npy                  of a prior, instead of all pictures
 """
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -127,23 +128,20 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
     (out / "prompts.txt").write_text("".join(f"{' '.join(text.split())}\n" for text in texts), encoding="utf-8")
 
 
-def folder_for(asked: Path | None, parent: Path) -> Path:
-    """The folder to write into: the one asked for, or the first of PARENT/generated, generated_2, ... that is unused.
+def folder_for(out: Path | None, parent: Path) -> Path:
+    """The folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
 
-    ConfigError: the one asked for cannot be written, or holds samples already.
+    ConfigError: `out` cannot be written, or holds samples already.
     """
     def used(path: Path) -> bool:
         return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
 
-    if asked is not None:
-        existing = next(path for path in (asked.absolute(), *asked.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {asked} cannot be made below {existing}: name a folder that can be written")
-        if used(asked):
-            raise ConfigError(f"--out {asked} holds samples already: name another folder, or empty it")
-        return asked
-    number, path = 1, parent / "generated"
-    while used(path):
-        number += 1
-        path = parent / f"generated_{number}"
-    return path
+    if out is None:
+        names = itertools.chain(["generated"], (f"generated_{number}" for number in itertools.count(2)))
+        return next(parent / name for name in names if not used(parent / name))
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
+    if used(out):
+        raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
+    return out

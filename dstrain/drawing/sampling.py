@@ -6,20 +6,21 @@ which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dstrain.ranks import group
-from dstrain.systems.base import Batch, Nets, Request, System
+from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 
 @contextmanager
 def resting(nets: Nets) -> Iterator[None]:
     """Inside, the networks are in evaluation mode, without dropout; afterwards in the mode they had."""
-    modes = [(module, module.training) for net in nets.values() if isinstance(net, nn.Module)
-             for module in net.modules()]
+    modes = [(module, module.training)
+             for net in nets.values() if isinstance(net, nn.Module) for module in net.modules()]
     for module, _ in modes:
         module.training = False
     try:
@@ -80,6 +81,54 @@ def class_columns(request: Request, most: int = 20) -> int | None:
     return count if torch.equal(labels[count:], labels[:-count]) else None
 
 
+@dataclass
+class Means:
+    """Sums over valid samples, by (kind, name) float64 (3, K) on the CPU: of values, their squares and their number.
+
+    The kinds are figures, of terms (B,); curves, of terms (B, K); and quarters, of figures by quarter of the timesteps.
+    """
+
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    timesteps: list[int] | None = None                                   # of the columns of curves
+    nonfinite: int = 0                                                   # samples
+
+    def add(self, terms: Terms, valid: Tensor) -> None:
+        valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
+        quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
+        if timestep is not None:
+            self.timesteps = timestep[0].tolist()
+        for name, values in terms.items():
+            values = values.double().view(len(valid), -1)                                         # (B, K)
+            self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
+            if quartile is not None and terms[name].ndim == 1:
+                self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
+        finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
+        self.nonfinite += int((valid & ~finite).sum())
+
+    def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
+        values = torch.where(counted, values, 0.0)
+        sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))     # (3, K)
+        self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
+
+    def result(self) -> dict[str, Any]:
+        """Over all ranks, which have all added the same names: figures and standard_errors {name: float}, curves
+        {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
+        """
+        names = list(self.sums)
+        flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
+        flat = group.total(flat.to(group.device())).cpu()
+        result: dict[str, Any] = {"figures": {}, "standard_errors": {}, "curves": {}, "timesteps": self.timesteps,
+                                  "quarters": {}, "nonfinite_samples": int(flat[-1])}
+        for (kind, name), part in zip(names, flat[:-1].split([self.sums[name].numel() for name in names])):
+            total, squares, count = part.view(3, -1)
+            means = total / count
+            result[kind][name] = means
+            if kind == "figures":
+                variance = (squares / count - means.square()).clamp(min=0) / (count - 1)
+                result[kind][name], result["standard_errors"][name] = means.item(), variance.sqrt().item()
+        return result
+
+
 @torch.no_grad()
 def score(system: System, nets: Nets, batches: Iterable[Batch],
           curves: dict[str, list[float]] | None = None) -> dict[str, float]:
@@ -88,24 +137,14 @@ def score(system: System, nets: Nets, batches: Iterable[Batch],
     A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
     means of terms (B, K), such as the use of each token.
     """
-    sums: dict[str, Tensor] = {}
-    count = torch.zeros((), dtype=torch.float64)
+    means = Means()
     for batch in batches:
         valid = batch.pop("valid")
         with resting(nets):
             terms = system.evaluate(nets, system.encode(batch))
-        count += valid.sum().cpu()
-        for name, values in terms.items():
-            if values.shape[:1] == valid.shape and values.ndim in (1, 2) and name != "quartile":
-                counted = valid.view(-1, *(1,) * (values.ndim - 1))
-                sums[name] = sums.get(name, 0) + torch.where(counted, values.double(), 0.0).sum(0).cpu()
-    names = sorted(sums)
-    flat = torch.cat([sums[name].flatten() for name in names] + [count[None]])
-    flat = group.total(flat.to(group.device())).cpu()
-    means = {name: part.view_as(sums[name])
-             for name, part in zip(names, (flat[:-1] / flat[-1]).split([sums[name].numel() for name in names]))}
-    figures = {name: mean.item() for name, mean in means.items() if mean.ndim == 0}
-    columns = {name: mean for name, mean in means.items() if mean.ndim == 1}
+        means.add({name: values for name, values in terms.items()
+                   if values.shape[:1] == valid.shape and values.ndim <= 2 and name != "quartile"}, valid)
+    result = means.result()
     if curves is not None:
-        curves |= {name: mean.tolist() for name, mean in columns.items()}
-    return figures | system.digest(columns)
+        curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
+    return dict(sorted(result["figures"].items())) | system.digest(result["curves"])

@@ -4,7 +4,6 @@ Notation: a clip has T frames, of which K are given, K = 1 + m * p with p the sy
 al. 2022 (Phenaki, arXiv 2210.02399), section 2.2: the tokens of given frames are kept, those behind them are drawn.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from dstrain import rng
 from dstrain.data.clips import Cut, PICTURES, VIDEOS, read_clip
 from dstrain.data.pixels import read_samples, samples_path
 from dstrain.drawing.sampling import draw_all
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.systems.base import Request, System
 
 _LATEST = 1 - 2 ** -53                            # of read_clip's chances: the last window of a file
@@ -24,10 +23,10 @@ _LATEST = 1 - 2 ** -53                            # of read_clip's chances: the 
 
 @dataclass(frozen=True)
 class Length:
-    """Frames of one clip, and how many of them go over from what comes before."""
+    """Frames of one clip, and how many of them are taken over from what comes before."""
 
     frames: int
-    given: int
+    primed: int
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,12 @@ class Scene:
     frames: int
 
 
-def length(system: System, frames: int | None, given: int | None) -> Length:
+def length(system: System, frames: int | None, primed: int | None) -> Length:
     """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
 
     ConfigError: frames that the system's clips cannot have.
     """
-    unit = system.temporal_patch_size
-    frames = frames or system.num_frames
+    unit, frames = system.temporal_patch_size, frames or system.num_frames
     if (frames - 1) % unit:
         below = frames - (frames - 1) % unit
         raise ConfigError(f"--num-frames {frames}: clips of this model have 1 + k * {unit} frames: ask for {below} or "
@@ -53,21 +51,22 @@ def length(system: System, frames: int | None, given: int | None) -> Length:
     if frames > system.num_frames:
         raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
                           "more, and go on from the last ones (--scenes)")
-    if given is None:
+    if primed is None:
         return Length(frames, 1 + unit if 1 + unit < frames else 1)
-    if (given - 1) % unit or given >= frames:
-        raise ConfigError(f"--prime-frames {given}: of {frames} frames, 1 + m * {unit} can be given and fewer than all")
-    return Length(frames, given)
+    if (primed - 1) % unit or primed >= frames:
+        raise ConfigError(f"--prime-frames {primed}: of {frames} frames, 1 + m * {unit} can be given and fewer than "
+                          "all")
+    return Length(frames, primed)
 
 
 def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
     """Which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
-    ends = [length.frames + number * (length.frames - length.given) for number in range(len(captions))]
+    ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
 def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: Tensor,
-          scenes: list[dict[str, Tensor]], given: int, request: Request, chunk: int) -> Tensor:
+          scenes: list[dict[str, Tensor]], primed: int, request: Request, chunk: int) -> Tensor:
     """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W), on all ranks together.
 
     scenes: the conditions of each, (1, ...), which hold for all clips. seeds: int64 (N,), of the first scene; every
@@ -76,32 +75,29 @@ def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: 
     for shared in scenes:
         seeds = rng.keys_of_seeds(seeds)
         conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in shared.items()}
-        conditions |= system.conditions_from(clips[:, -given:])
+        conditions |= system.conditions_from(clips[:, -primed:])
         scene = draw_all(system, networks, replace(request, seeds=seeds, conditions=conditions), chunk)
-        clips = torch.cat((clips, scene[:, given:]), dim=1)
+        clips = torch.cat((clips, scene[:, primed:]), dim=1)
     return clips
 
 
-# ------------------------------------------------------------------------------------------------- frames to go on from
-
-
-def read_prime(path: Path, data: Data, unit: int, given: int, exactly: bool) -> Tensor:
+def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
     """The last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
 
-    K is `given`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
+    K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
     ConfigError names the file that cannot be read, is too short or of another size.
     """
     path = samples_path(path)
     if path.suffix == ".npz":
-        clips = list(_of_npz(path, data))
+        clips = _of_npz(path, data)
     else:
-        clips = [_read(file, data, given) for file in _files(path)]
+        clips = [_read(file, data, primed) for file in _files(path)]
     shortest = min(map(len, clips))
-    if exactly and shortest < given:
-        raise ConfigError(f"--prime {path}: there are {shortest} frames, and --prime-frames {given} are to be given: "
+    if exactly and shortest < primed:
+        raise ConfigError(f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
                           "give a longer clip, or fewer frames")
-    kept = min(given, shortest - (shortest - 1) % unit)
-    return torch.stack([clip[-kept:] for clip in clips])
+    count = min(primed, shortest - (shortest - 1) % unit)
+    return torch.stack([clip[-count:] for clip in clips])
 
 
 def _files(path: Path) -> list[Path]:
@@ -122,18 +118,16 @@ def _read(file: Path, data: Data, most: int) -> Tensor:
     return clip[:real]
 
 
-def _of_npz(path: Path, data: Data) -> Iterator[Tensor]:
-    try:
+def _of_npz(path: Path, data: Data) -> Tensor:
+    with reworded("--prime "):
         array = read_samples(path)
-    except ConfigError as error:
-        raise ConfigError(f"--prime {error}") from None
     array = array[:, None] if array.ndim == 4 else array
     size = _size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
         raise ConfigError(f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
                           f"(N, T, {size[0]}, {size[1]}, 3)")
-    grey = data.channels == 1                     # written as three equal ones
-    yield from torch.from_numpy(array[..., :1] if grey else array).permute(0, 1, 4, 2, 3)
+    channels = array[..., :1] if data.channels == 1 else array          # grey is written as three equal channels
+    return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
 
 
 def _size(data: Data) -> tuple[int, int]:

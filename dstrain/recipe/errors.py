@@ -1,5 +1,8 @@
 """Errors that are made for users."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """What a user can mend: in a recipe, an override, a DeepSpeed JSON, a path, a file. Each problem is one line.
@@ -14,3 +17,24 @@ class ConfigError(ValueError):
 
 class NotSaved(OSError):
     """The run ends because its checkpoints cannot be written."""
+
+
+@contextmanager
+def reworded(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Rewords a ConfigError raised inside: `prefix` before each line, and a command's options in the place of keys."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = [prefix + line for line in error.problems]
+        for key, option in (options or {}).items():
+            lines = [line.replace(key, option) for line in lines]
+        raise ConfigError(*lines) from None
+
+
+@contextmanager
+def write_errors(path: object, remedy: str) -> Iterator[None]:
+    """Turns an OSError raised inside into a ConfigError: `path` cannot be written, why, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None

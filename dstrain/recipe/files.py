@@ -24,7 +24,8 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     overridden, problems = _override(values, overrides)
     problems += _move_init_from(values, overridden)
     # `optimizer:` with nothing below it is an empty section.
-    values = {key: {} if value is None and _is_section(key) else value for key, value in values.items()}
+    sections = {"model", *(key for key, field in Run.model_fields.items() if subsection(field) is not None)}
+    values = {key: {} if value is None and key in sections else value for key, value in values.items()}
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
@@ -125,11 +126,6 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
     if "init_from" in overridden and "model.init_from" not in overridden:
         return []                                            # the command line's spelling wins over the recipe's
     return [f"init_from={values['init_from']} and its synonym model.init_from={path} differ: give one of them"]
-
-
-def _is_section(key: str) -> bool:
-    field = Run.model_fields.get(key)
-    return key == "model" or (field is not None and subsection(field) is not None)
 
 
 class _Loader(yaml.SafeLoader):

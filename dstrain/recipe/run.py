@@ -19,8 +19,7 @@ from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegati
 
 def _refuse(*checks: tuple[Any, str]) -> None:
     """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
-    messages = [message for wrong, message in checks if wrong]
-    if messages:
+    if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
 
@@ -38,13 +37,10 @@ class Codes(Section):
 
 
 class Data(Section):
-    path: str = "builtin:fashion"            # a folder of images or clips, one subfolder a class; or of what encode.py
-                                             # cached; or builtin:fashion, builtin:moving-fashion
-    image_size: Annotated[PositiveInt, FIXED] = 32    # pixels: the side of images, which are cropped and scaled to
-                                             # this square; of clips the width
+    path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
+    image_size: Annotated[PositiveInt, FIXED] = 32    # pixels, of the square that images are fitted to; clips: width
     height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
-    num_frames: Annotated[PositiveInt | None, FIXED] = None    # of clips; None: images. An image is a clip of one
-                                             # real frame
+    num_frames: Annotated[PositiveInt | None, FIXED] = None    # of clips; None: images
     frame_stride: Annotated[PositiveInt, FIXED] = 1    # of clips: one frame of so many is taken
     captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
                                              # caption; None: X.txt beside X.mp4, else the names of class folders
@@ -70,9 +66,9 @@ class Data(Section):
     def _agree(self) -> "Data":
         clips = {"height": self.height, "captions": self.captions, "images": self.images,
                  "frame_stride": self.frame_stride != 1 or None}
-        said = [f"data.{name}" for name, value in clips.items() if value is not None]
+        keys = [f"data.{name}" for name, value in clips.items() if value is not None]
         _refuse(
-            (said and self.num_frames is None, f"{', '.join(said)}: of clips, not of images: leave it out, or write "
+            (keys and self.num_frames is None, f"{', '.join(keys)}: of clips, not of images: leave it out, or write "
              "data.num_frames=17, say"),
             (self.num_frames and self.channels == 4, "data.channels=4: clips have no transparency: write "
              "data.channels=3"),
@@ -206,8 +202,8 @@ class Track(Section):
 class Faults(Section):
     max_skipped: PositiveInt = 20            # non-finite steps in a row after which the run ends
     orphan_check: bool = True                # save and end when the launcher has gone
-    timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30    # a rank that waits longer for another ends; longer
-                                             # than what one does while others wait: listing data, compiling, saving
+    # A rank that waits longer for another ends. Listing data, compiling and saving, while others wait, take less.
+    timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30
 
 
 class Run(Section):

@@ -1,7 +1,6 @@
 """The model card of an export: README.md, which says what a folder is, how it came to be and how it is loaded.
 
-What it says stands in the run's folder (folders.py) and in the checkpoint's manifest. The licence is left to
-whoever publishes the folder.
+Its facts come from the run's folder (folders.py) and the checkpoint's manifest. The publisher adds the licence.
 """
 
 import importlib.metadata
@@ -20,7 +19,7 @@ _KINDS = {"master": "the training weights", "ema": "an average of the training w
 _LIBRARIES = ("torch", "diffusers", "safetensors")
 
 
-def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], name: str,
+def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], class_name: str,
           note: str, code: str, errors: Mapping[str, float]) -> None:
     """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
@@ -35,29 +34,29 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
                                                   for library in _LIBRARIES)])
     data = (folder / "data.txt").read_text(encoding="utf-8").strip() if (folder / "data.txt").exists() else "unknown"
     facts = {
-        "System": f"{run.system}, as diffusers' {name}", "Run": run.name,
+        "System": f"{run.system}, as diffusers' {class_name}", "Run": run.name,
         "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
-        "Weights": "; ".join(f"{part}: {'as imported' if imported else _said(kind)}" for part, kind in kinds.items()),
+        "Weights": "; ".join(f"{part}: {'as imported' if imported else _kind(kind)}" for part, kind in kinds.items()),
         "Seed": str(run.seed), "Data": "unknown" if imported else f"{run.data.path} ({data})",
         "Imported with" if imported else "Trained with": versions, "Exported with": here,
-        "Difference": ", ".join(f"{error:.1e} ({of})" for of, error in errors.items())
+        "Difference": ", ".join(f"{error:.1e} ({name})" for name, error in errors.items())
                       + ", relative, of what diffusers computes from this folder and the trained network"}
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
     if (grid := _newest_grid(folder / "samples")) is not None:
         shutil.copyfile(grid, out / GRID)
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {_in_a_table(value)} |" for key, value in facts.items()), ""]
+    cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
+    lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
     lines += ["```python", code.replace('"OUT', f'"{title}'), "```", ""]
     lines += [f"Note: {note}.", ""] if note else []
-    said = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
-    lines += ["## Recipe", "", "```yaml", *said, "```", "", "## Licence", "",
-              "Not stated: whoever publishes these weights says here under which licence, and what that of the data "
-              "allows.", ""]
+    recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
+    lines += ["## Recipe", "", "```yaml", *recipe, "```", "", "## Licence", "", "Not stated: whoever publishes these "
+              "weights says here under which licence, and what that of the data allows.", ""]
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _published(run: Run) -> Run:
-    """The recipe without where things lay on the machine of the run: folders are left out, files go by their names."""
+    """The recipe without the paths of the run's machine: folders are left out, of files the names stay."""
     data = {key: _without_paths(value) for key, value in run.data}
     data |= {key: data[key] and _last(data[key]) for key in ("path", "held_out_path")}
     return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=data),
@@ -76,13 +75,9 @@ def _last(path: Any) -> Any:
     return type(path)(Path(path).name) if Path(path).name else path
 
 
-def _said(kind: str) -> str:
+def _kind(kind: str) -> str:
     name, _, decay = kind.partition(".")
     return f"{_KINDS[name]} {decay}".rstrip()
-
-
-def _in_a_table(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _newest_grid(samples: Path) -> Path | None:

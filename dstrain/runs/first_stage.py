@@ -1,6 +1,4 @@
-"""The frozen first stage of launch/encode.py, which is a run, its export, or diffusers' AutoencoderKL; and the encoder
-that makes the arrays of a shard with it.
-"""
+"""The frozen first stage of launch/encode.py: a run, its export, or diffusers' AutoencoderKL; and its Encoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +14,12 @@ from dstrain.encoders import autoencoder
 from dstrain.encoders.codec import Codec, require_codes
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.runs import trained
 from dstrain.runs.weights import unaltered
 from dstrain.systems.base import Batch
 
-_RUN = "RUN"                                   # how the usage of launch/encode.py calls the folder
+_RUN = "RUN"                                   # the folder's name in the usage of launch/encode.py
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,8 @@ def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None)
 
 def of_diffusers(path: str, image_size: int | None) -> FirstStage:
     """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
-    try:
+    with reworded(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("first_stage.path:", f"--first-stage {path}:")) from None
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
     codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
@@ -89,9 +85,6 @@ def of_diffusers(path: str, image_size: int | None) -> FirstStage:
 
 def _moments(mean: Tensor, std: Tensor) -> np.ndarray:
     return torch.stack((mean, std), dim=1).float().cpu().numpy()                                  # (B, 2, c, h, w)
-
-
-# ------------------------------------------------------------------------------------------------------- what is stored
 
 
 class Encoder:
@@ -133,7 +126,7 @@ class Encoder:
         with np.errstate(over="ignore"):
             array = array.astype(dtype)
         if not np.isfinite(array).all():
-            what = f"{self.stage.name} gives latents" if name == "moments" else f"--text-encoder gives {name}"
-            remedy = ": take --dtype float32" if dtype == "float16" else ""
-            raise ConfigError(f"{what} that are not finite" + (f" in {dtype}{remedy}" if remedy else ""))
+            origin = f"{self.stage.name} gives latents" if name == "moments" else f"--text-encoder gives {name}"
+            remedy = " in float16: take --dtype float32" if dtype == "float16" else ""
+            raise ConfigError(f"{origin} that are not finite{remedy}")
         return array

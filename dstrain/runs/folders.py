@@ -11,9 +11,14 @@
 import fcntl
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
@@ -31,10 +36,10 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
         raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
                           f"folder= with init_from={folder}")
     if not (folder / "run.yaml").exists():
-        others = [path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_"))]
-        if others:
-            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(sorted(others)[:3])} and no "
-                              "run.yaml; name another folder, or move these aside with --from-scratch")
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_")))
+        if names:
+            raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
+                              "another folder, or move these aside with --from-scratch")
         return
     saved = last_saved(folder)
     if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
@@ -42,19 +47,18 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                           "begin anew with --from-scratch")
     if allow_change or not saved:                    # without a saved step, no run would be changed
         return
-    changes = refused(load(folder / "run.yaml"), run, system := config_class(run.system))
-    if changes:
+    if changes := refused(load(folder / "run.yaml"), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
-    known = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
-    if not same_data(known, fingerprint):
+    earlier = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
+    if not same_data(earlier, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
-                          f"{known!r} before; put the files back, name another folder=, or accept the change with "
+                          f"{earlier!r} before; put the files back, name another folder=, or accept the change with "
                           "--allow-change")
 
 
-def same_data(known: str, fingerprint: str) -> bool:
+def same_data(earlier: str, fingerprint: str) -> bool:
     """Whether a fingerprint that was saved is of the same data. Earlier versions saved the beginning of today's."""
-    return f"{fingerprint} ".startswith(f"{known} ")
+    return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
 def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[str]:
@@ -102,6 +106,28 @@ def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
         atomic.write(folder / name, text)
 
 
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder to fill, which becomes `out` in the end, or after an error is gone.
+
+    ConfigError: `out` is there already, and no empty folder; or it cannot be written.
+    """
+    if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} is there already: name a new folder")
+    temporary = out.absolute().with_name(f"{out.absolute().name}.tmp{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.is_dir():
+            out.rmdir()
+        os.rename(temporary, out)
+    except (OSError, SafetensorError) as error:                          # a full disk raises either
+        raise ConfigError(f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
+                          "that can be written and has room") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def last_saved(folder: Path) -> int:
     """The step that was saved last; 0: none was."""
     try:
@@ -113,10 +139,10 @@ def last_saved(folder: Path) -> int:
 def settings_before(folder: Path) -> dict[str, Any]:
     """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
     try:
-        found = json.loads((folder / "ds_config.json").read_text()) if last_saved(folder) else {}
+        settings = json.loads((folder / "ds_config.json").read_text()) if last_saved(folder) else {}
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def note_saved(folder: Path, step: int) -> None:
@@ -125,8 +151,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 def set_aside(folder: Path) -> None:
     """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing."""
-    old = [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]
-    if old:
+    if old := [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]:
         number = 1 + sum(1 for _ in folder.glob("earlier_*"))
         while (folder / f"earlier_{number}").exists():
             number += 1

@@ -1,7 +1,7 @@
 """What all ranks must have in common before they train: the run's folder, the recipe, the code.
 
-On one machine they have. On several a folder may be each machine's own, a copy of the code may be older, a package
-another: training would begin all the same, and what it saved could not be put together.
+On one machine they do. On several, each machine may have a folder of its own, an older copy of the code, or another
+version of a package: training would begin all the same, and what it saved could not be put together.
 """
 
 import hashlib
@@ -31,26 +31,28 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     if group.world() == 1:
         return
     folder, machine, code = run.directory, socket.gethostname(), _code()
-    name = group.from_first(f".shared-{secrets.token_hex(8)}")
+    probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
     if group.rank() == 0:
-        (folder / name).touch()
-    host, known, saved = group.from_first((machine, code, pickle.dumps((run, settings))))
+        probe.touch()
+    host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
     me, first = f"rank {group.rank()} on {machine}", f"rank 0 on {host}"
-    problems = [f"{me} has {what} {code[what]}, {first} has {known[what]}: install the same on all machines"
-                for what in code if code[what] != known[what] and machine != host]    # here, somebody is editing it
-    if not problems and (changed := _changes(*pickle.loads(saved), run, settings)):
+    # On one machine the code differs only while somebody edits it.
+    problems = [f"{me} has {name} {version}, {first} has {first_code[name]}: install the same on all machines"
+                for name, version in code.items() if version != first_code[name] and machine != host]
+    if not problems and (changed := _changes(*pickle.loads(config), run, settings)):
         problems.append(f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
                         ", and where their CPUs differ, true or false for an \"auto\" of the JSON")
-    if not _sees(folder / name, patience):
+    if not _sees(probe, patience):
         problems.append(f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
                         "system that all machines mount, folder=/shared/NAME, say")
-    found = [problem for some in group.objects(problems) for problem in some]
+    problems = [problem for of_rank in group.objects(problems) for problem in of_rank]
     if group.rank() == 0:
-        (folder / name).unlink()
-        if found:
+        probe.unlink()
+        if problems:
             folders.let_go(folder)
-            raise ConfigError(*found[:_SHOWN], *[f"... and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN))
-    elif found:
+            more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+            raise ConfigError(*problems[:_SHOWN], *more)
+    elif problems:
         time.sleep(3)                                # a launcher ends all its ranks once one has: rank 0 speaks first
         raise SystemExit(2)
 
@@ -68,11 +70,11 @@ def _changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings:
     changes = differences(first_run, run)
     changes += [(key, first_settings.get(key), settings.get(key)) for key in sorted({*first_settings, *settings})
                 if first_settings.get(key) != settings.get(key)]
-    return [f"{key}={here} (not {there})" for key, there, here in changes[:_SHOWN]]
+    return [f"{key}={own} (not {first})" for key, first, own in changes[:_SHOWN]]
 
 
 def _sees(path: Path, patience: float) -> bool:
-    """Whether a file is there, or comes to be seen."""
+    """Whether a file can be seen, at once or within `patience` seconds."""
     end = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > end:

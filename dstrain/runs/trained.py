@@ -27,8 +27,8 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     store = Store(folder / "checkpoints")
     if step is not None:
         if step not in store.steps():
-            there = ", ".join(map(str, store.steps())) or "none"
-            raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {there}")
+            steps = ", ".join(map(str, store.steps())) or "none"
+            raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return whole(store.folder / f"step_{step:08d}")
     newest = store.newest()
     if newest is None and (steps := store.steps()):
@@ -52,9 +52,7 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
 
 def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype,
              device: torch.device | None = None) -> dict[str, nn.Module]:
-    """The system's networks that `kinds` names, with those weights, on a device (None: this rank's), dropping nothing
-    out.
-    """
+    """The networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return placed(system, states, dtype, device or group.device())
 

@@ -43,50 +43,49 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         path = newest[1]
     elif (path / "manifest.json").exists():
         whole(path)
+    notes: list[str] = []
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
-        found, absent = _of_checkpoint(path, system, first, others)
+        adapted, notes = _of_checkpoint(path, system, first, others)
     elif files := _consolidated(path, first, others):
         unaltered(files.values())
-        found = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
-        absent = _anew(path, [part for part in others if part not in found])
-    elif config := _config_of_diffusers(path, system):
-        said = json.loads(config.read_text(encoding="utf-8"))
-        state, notes = system.from_diffusers(read(config.parent), said)
-        values, changed = _adapted(system, first, state, f"{config.parent} ({said['_class_name']})")
-        found, absent = {first: (values, [*changed, *notes])}, _anew(path, others)
+        adapted = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
+    elif config_file := _config_of_diffusers(path, system):
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        state, notes = system.from_diffusers(read(config_file.parent), config)
+        adapted = {first: _adapted(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
                               f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
         unaltered([path])
-        found, absent = {first: _adapted(system, first, read(path), path)}, _anew(path, others)
-    found[first][1].extend(absent)
-    return found
+        adapted = {first: _adapted(system, first, read(path), path)}
+    adapted[first][1].extend(notes)
+    adapted[first][1].extend(f"{part} is not in {path} and begins anew" for part in others
+                             if part not in adapted and not any(note.startswith(f"{part} lies") for note in notes))
+    return adapted
 
 
 def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
-    """The parts of one of dstrain's checkpoints, and a word on each that is not taken from there."""
-    if not list(path.glob(f"{first}-*-of-*.safetensors")):
-        there = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
+    """The parts of one of dstrain's checkpoints, and a note on each that only DeepSpeed's own files hold."""
+    parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
+    if first not in parts:
         recipe = path.parent.parent / "run.yaml"
         text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
-        said = re.search(r"^system: *(\w+)", text, re.MULTILINE)
-        raise ConfigError(f"init_from={path} is of a run of {f'system {said[1]}' if said else 'another system'}, which "
-                          f"trains {', '.join(sorted(there))} and no {first}; name a run of this recipe's system")
-    found, absent = {}, []
-    for part in (first, *others):
-        kind = checkpoint_kind(path, part) if list(path.glob(f"{part}-*-of-*.safetensors")) else None
-        if kind is None:
-            absent += _anew(path, [part])
-        elif part != first and kind == "master" and (path / "deepspeed").is_dir():
-            absent.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
+        name = re.search(r"^system: *(\w+)", text, re.MULTILINE)
+        raise ConfigError(f"init_from={path} is of a run of {f'system {name[1]}' if name else 'another system'}, which "
+                          f"trains {', '.join(sorted(parts))} and no {first}; name a run of this recipe's system")
+    adapted, notes = {}, []
+    for part in (part for part in (first, *others) if part in parts):
+        kind = checkpoint_kind(path, part)
+        if part != first and kind == "master" and (path / "deepspeed").is_dir():
+            notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
-            found[part] = _adapted(system, part, read_weights(path, part, kind), path)
-    return found, absent
+            adapted[part] = _adapted(system, part, read_weights(path, part, kind), path)
+    return adapted, notes
 
 
 def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
-    """Where the parts lie in a folder of launch/consolidate.py's or launch/export.py's; {}: it is none of several."""
+    """Where the parts lie in a folder that launch/consolidate.py or launch/export.py wrote; {}: in none of several."""
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
     files = {part: path / f"{part}.safetensors" for part in (first, *others)}
@@ -96,7 +95,7 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
 def unaltered(paths: Iterable[Path]) -> None:
     """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
     paths = [path.absolute() for path in paths]
-    above = (paths[0], *paths[0].parents)[:3]                             # of a file: its part's folder, and all parts'
+    above = (paths[0], *paths[0].parents)[:3]                             # a file, its part's folder, all parts' folder
     folder = next((folder for folder in above if (folder / CONSOLIDATED).is_file()), None)
     if folder is None:
         return
@@ -110,17 +109,13 @@ def unaltered(paths: Iterable[Path]) -> None:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
-def _anew(path: Path, parts: Iterable[str]) -> list[str]:
-    return [f"{part} is not in {path} and begins anew" for part in parts]
-
-
 def _adapted(system: System, part: str, state: dict[str, Tensor],
              origin: object) -> tuple[dict[str, Tensor], list[str]]:
-    """What the system makes of a part's weights, and what to know of it, first of all how many came as they are."""
+    """What the system makes of a part's weights, and notes on it, first of all how many came unchanged."""
     values, notes = system.adapt(part, state)
-    given, taken = ({tensor.data_ptr() for tensor in of.values()} for of in (state, values))
-    loaded = sum(tensor.data_ptr() in given for tensor in values.values())
-    left = sum(tensor.data_ptr() not in taken for name, tensor in state.items() if name not in values)
+    before, after = ({tensor.data_ptr() for tensor in tensors.values()} for tensors in (state, values))
+    loaded = sum(tensor.data_ptr() in before for tensor in values.values())
+    left = sum(tensor.data_ptr() not in after for name, tensor in state.items() if name not in values)
     counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
     return values, [f"{part}: {counts}, from {origin}", *notes]
 
@@ -137,8 +132,8 @@ def _config_of_diffusers(path: Path, system: System) -> Path | None:
         except (OSError, ValueError, AttributeError):
             raise ConfigError(f"weights: {config} is damaged: copy it again from where it comes") from None
     if (path / "model_index.json").is_file():
-        raise ConfigError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, of "
-                          "which this system begins; name the folder of one network")
+        raise ConfigError(f"weights: {path} is a pipeline of diffusers and holds no {inner.relative_to(path)}, which "
+                          "this system begins from; name the folder of one network")
     return None
 
 
@@ -147,8 +142,8 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
     else the training weights; beside them the run's recipe. ConfigError, OSError: not there, or not to be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (said := checkpoint.parent.parent / "run.yaml").exists():
-        shutil.copyfile(said, folder / "run.yaml")
+    if (recipe := checkpoint.parent.parent / "run.yaml").exists():
+        shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
         kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
         save_file(read_weights(checkpoint, part, kind), folder / f"{part}.safetensors",
@@ -157,8 +152,7 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
 
 def whole(checkpoint: Path) -> Path:
     """The folder of one checkpoint, if every file of it matches its hash. ConfigError names what does not."""
-    fault = Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_")))
-    if fault:
+    if fault := Store(checkpoint.parent).fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
@@ -192,8 +186,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
             files = _listed(index)
     if not files or not all(file.is_file() for file in files):
         absent = next((file for file in files if file.parent == path and not file.is_file()), path)
-        raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with "
-                          "*.safetensors")
+        raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with *.safetensors")
     if all(file.suffix == ".safetensors" for file in files):
         state: dict[str, Tensor] = {}
         for file in files:
@@ -211,7 +204,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
                           f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
                           "safetensors where it comes from") from None
     if isinstance(content, dict):
-        # An empty EMA is none. DALLE-pytorch calls them weights.
+        # An empty "ema" is no average. DALLE-pytorch's key is "weights".
         inner = (content.get(name) for name in ("ema", "model", "weights"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _named(content, path)

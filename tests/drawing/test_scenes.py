@@ -13,10 +13,10 @@ from dstrain import recipe, rng
 from dstrain.data.clips import Cut
 from dstrain.data.videos import open_videos
 from dstrain.drawing.files import About, Pictures
-from dstrain.generate import Order, generate
+from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError, Run
 from dstrain.track.pictures import Album, on_white
-from launch.generate import _order
+from launch.generate import _options
 from tests.support import counting, gloo
 
 PROMPTS = ("a sneaker moving left", "ein Ru\u0308ckl\u00e4ufer/../../etc", "")
@@ -53,7 +53,7 @@ def brightness(clips: np.ndarray) -> np.ndarray:
 
 def test_files_of_videos(run):
     """Oracle: the frames that the system draws, by hand, in the .npz and, read by Pillow and FFmpeg, in every file."""
-    out = generate(Order(run, num=4, prompts=PROMPTS, seed=7, batch=3))
+    out = generate(GenerateOptions(run, num=4, prompts=PROMPTS, seed=7, batch=3))
     clips = arrays(out)
     assert clips.shape == (4, 5, *counting.SIZE, 3) and clips.dtype == np.uint8
     assert brightness(clips).tolist() == [[3 * seed + i for i in range(5)] for seed in range(7, 11)]
@@ -77,7 +77,7 @@ def test_files_of_videos(run):
 
 def test_a_generated_folder_is_data(run, tmp_path):
     """Oracle: what was drawn, read again by the trainer's own source of videos with its captions file."""
-    out = generate(Order(run, num=3, prompts=("left", "right"), formats=("gif",), out=tmp_path / "clips"))
+    out = generate(GenerateOptions(run, num=3, prompts=("left", "right"), formats=("gif",), out=tmp_path / "clips"))
     clips = arrays(out)
     (out / "grid.gif").unlink()
     (out / "grid.png").unlink()
@@ -93,14 +93,14 @@ def test_a_generated_folder_is_data(run, tmp_path):
 
 def test_formats_and_one_frame(run):
     """Oracle: the files asked for; a clip of one frame is a picture with its caption in its name."""
-    out = generate(Order(run, num=2, formats=("mp4",), fps=25))
+    out = generate(GenerateOptions(run, num=2, formats=("mp4",), fps=25))
     assert {path.suffix for path in out.glob("0*")} == {".mp4"} and not (out / "captions.jsonl").exists()
     with av.open(str(out / "000001.mp4")) as container:
         assert container.streams.video[0].average_rate == 25
-    out = generate(Order(run, num=2, num_frames=1, prompts=("a hat",)))
+    out = generate(GenerateOptions(run, num=2, num_frames=1, prompts=("a hat",)))
     assert out.name == "generated_2" and sorted(path.name for path in out.iterdir()) == [
         "000000-a-hat.png", "000001-a-hat.png", "captions.jsonl", "grid.png", "prompts.txt", "samples_2x5x6x3.npz"]
-    out = generate(Order(run, num=2, pngs=False, prompts=("a hat",)))
+    out = generate(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
     assert not list(out.glob("0*")) and json.loads((out / "captions.jsonl").read_text().splitlines()[0])["file"] is None
 
 
@@ -108,8 +108,8 @@ def test_the_recipes_own_prompts(tmp_path, monkeypatch):
     """Oracle: the lengths of the recipe's texts and its number of frames, until a command says otherwise."""
     counting.register(monkeypatch)
     run = counting.folder(tmp_path / "run", {"prompts": ["ab", "abc"], "num_frames": 3})
-    assert arrays(generate(Order(run, num=3)))[..., 0, 0, 0].tolist() == [[2] * 3, [3] * 3, [2] * 3]
-    assert arrays(generate(Order(run, num=1, prompts=("x",), num_frames=5)))[..., 0, 0, 0].tolist() == [[1] * 5]
+    assert arrays(generate(GenerateOptions(run, num=3)))[..., 0, 0, 0].tolist() == [[2] * 3, [3] * 3, [2] * 3]
+    assert arrays(generate(GenerateOptions(run, num=1, prompts=("x",), num_frames=5)))[..., 0, 0, 0].tolist() == [[1] * 5]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -140,7 +140,7 @@ def test_scenes_go_on(run, kept, expected):
     scene's frames show the length of its text and noise of their own.
     """
     texts = ("one", "then two", "and at last three")
-    out = generate(Order(run, num=3, scenes=texts, prime_frames=kept, batch=2, seed=4))
+    out = generate(GenerateOptions(run, num=3, scenes=texts, prime_frames=kept, batch=2, seed=4))
     clips = arrays(out)
     assert clips.shape[1] == expected[-1]
     assert brightness(clips).tolist() == [[3 * seed + i for i in range(expected[-1])] for seed in (4, 5, 6)]
@@ -161,12 +161,12 @@ def test_scenes_go_on(run, kept, expected):
 def on_a_rank(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counting.register(patch)
-        generate(Order(folder, num=5, scenes=("a", "bc"), batch=2, out=folder.parent / "two"))
+        generate(GenerateOptions(folder, num=5, scenes=("a", "bc"), batch=2, out=folder.parent / "two"))
 
 
 def test_two_ranks_write_the_same(run, tmp_path):
     """Oracle: one process's folder, file by file, byte by byte but for the .npz, which holds the same arrays."""
-    one = generate(Order(run, num=5, scenes=("a", "bc"), batch=3, out=tmp_path / "one"))
+    one = generate(GenerateOptions(run, num=5, scenes=("a", "bc"), batch=3, out=tmp_path / "one"))
     gloo.run(tmp_path, on_a_rank, run)
     files = sorted(path.name for path in one.iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -192,7 +192,7 @@ def written(folder: Path, values: list[int], name: str = "a.gif") -> Path:
 def test_given_frames_are_kept(run, tmp_path, values, asked, given):
     """Oracle: the last frames of the file, exactly, and those that count on from them."""
     path = written(tmp_path / "clips", values)
-    clips = arrays(generate(Order(run, num=2, prime=path, prime_frames=asked)))
+    clips = arrays(generate(GenerateOptions(run, num=2, prime=path, prime_frames=asked)))
     wanted = given + [given[-1] + 1 + i for i in range(5 - len(given))]
     assert brightness(clips).tolist() == [wanted, wanted]
     assert (clips[:, :len(given)] == np.array(given)[None, :, None, None, None]).all()
@@ -203,15 +203,15 @@ def test_given_frames_of_a_folder(run, tmp_path):
     """Oracle: the files by name, in turn; of the shortest clip's length; and scenes that go on from there."""
     written(tmp_path / "clips", [10, 20, 30], "b.gif")
     written(tmp_path / "clips", [50], "a.png")
-    clips = arrays(generate(Order(run, num=3, prime=tmp_path / "clips", scenes=("x", "yz"), prime_frames=1)))
+    clips = arrays(generate(GenerateOptions(run, num=3, prime=tmp_path / "clips", scenes=("x", "yz"), prime_frames=1)))
     assert brightness(clips).tolist() == [[first + i for i in range(9)] for first in (50, 30, 50)]
 
 
-def test_given_frames_of_another_order(run, tmp_path):
-    """Oracle: the frames that the first order wrote, exactly, by its folder or its .npz."""
-    first = generate(Order(run, num=2))
+def test_given_frames_of_an_earlier_run(run, tmp_path):
+    """Oracle: the frames that the first command wrote, exactly, by its folder or its .npz."""
+    first = generate(GenerateOptions(run, num=2))
     for path in (first, *first.glob("*.npz")):
-        clips = arrays(generate(Order(run, num=2, prime=path)))
+        clips = arrays(generate(GenerateOptions(run, num=2, prime=path)))
         assert np.array_equal(clips[:, :3], arrays(first)[:, -3:])
         assert brightness(clips)[:, 3:].tolist() == [[5, 6], [8, 9]]
 
@@ -247,7 +247,7 @@ def upsampler(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make, order, message", [
+@pytest.mark.parametrize("make, words, message", [
     (None, {"num_frames": 4}, "--num-frames 4: clips of this model have 1 + k * 2 frames: ask for 3 or 5"),
     (None, {"num_frames": 7}, "--num-frames 7: clips of this model have 5 at most"),
     (None, {"scenes": ("a",), "prime_frames": 2}, "--prime-frames 2: of 5 frames, 1 + m * 2 can be given"),
@@ -264,12 +264,12 @@ def upsampler(folder: Path) -> Path:
     (counting.folder, {"then": True}, "begins from noise"),
     (upsampler, {"then": True}, "goes on from pictures, and "),
 ])
-def test_wrong_orders(run, tmp_path, make, order, message):
+def test_wrong_options(run, tmp_path, make, words, message):
     """Oracle: one line that names the option or file and the remedy; no folder is made."""
     made = make(tmp_path / "made") if make else None
-    given = {"then": (made,)} if order.get("then") else order | ({"prime": made} if made else {})
+    changes = {"then": (made,)} if words.get("then") else words | ({"prime": made} if made else {})
     with pytest.raises(ConfigError) as refused:
-        generate(Order(run, **given))
+        generate(GenerateOptions(run, **changes))
     assert message in str(refused.value) and len(refused.value.problems) == 1
     assert not list(run.glob("generated*"))
 
@@ -278,17 +278,17 @@ def test_a_sampler_that_is_not_there(tmp_path):
     """Oracle: a run without checkpoints, which would be the next complaint."""
     run = upsampler(tmp_path / "run")
     with pytest.raises(ConfigError, match="--sampler=euler is none of ddpm, ddim: name one"):
-        generate(Order(run, sampler="euler"))
+        generate(GenerateOptions(run, sampler="euler"))
 
 
-@pytest.mark.parametrize("order, message", [({"scenes": ("a", "b")}, "--scenes: "),
+@pytest.mark.parametrize("words, message", [({"scenes": ("a", "b")}, "--scenes: "),
                                             ({"prime": Path("x")}, "--prime: ")])
-def test_a_system_without_priming(tmp_path, monkeypatch, order, message):
+def test_a_system_without_priming(tmp_path, monkeypatch, words, message):
     """Oracle: a line that names the option and the system."""
     counting.register(monkeypatch)
     run = counting.folder(tmp_path / "run", goes_on=False)
     with pytest.raises(ConfigError, match="trains tests.support.counting, which cannot go on from given frames") as refused:
-        generate(Order(run, **order))
+        generate(GenerateOptions(run, **words))
     assert str(refused.value).startswith(message)
 
 
@@ -303,13 +303,13 @@ def test_wrong_words(tmp_path, monkeypatch, words, message):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        _order(["run", *words])
+        _options(["run", *words])
 
 
 def test_words_of_videos(tmp_path):
-    """Oracle: the order written by hand."""
+    """Oracle: the options written by hand."""
     (tmp_path / "story.txt").write_text("one\n\n two \n")
-    found = _order(["run", "--scenes", str(tmp_path / "story.txt"), "--prime", "a.gif", "--prime-frames", "3",
+    found = _options(["run", "--scenes", str(tmp_path / "story.txt"), "--prime", "a.gif", "--prime-frames", "3",
                     "--num-frames", "9", "--format", "mp4,gif", "--fps", "8", "--num-samples", "2"])
-    assert found == Order(Path("run"), num=2, scenes=("one", "two"), prime=Path("a.gif"), prime_frames=3, num_frames=9,
-                          formats=("mp4", "gif"), fps=8)
+    assert found == GenerateOptions(Path("run"), num=2, scenes=("one", "two"), prime=Path("a.gif"), prime_frames=3,
+                                    num_frames=9, formats=("mp4", "gif"), fps=8)

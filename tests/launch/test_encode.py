@@ -14,7 +14,7 @@ from dstrain import systems
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
 from dstrain.drawing.sampling import draw_all
-from dstrain.encode import Order, encode
+from dstrain.encode import EncodeOptions, encode
 from dstrain.engine.checkpoint import read_weights
 from dstrain.export import ExportOptions as Export, export
 from dstrain.recipe import ConfigError, load
@@ -128,7 +128,7 @@ def test_token_ids_of_a_run(tmp_path):
     for side, x in enumerate((pixels, pixels.flip(-1))):
         expected = system.codes(nets, system.encode({"image": x}))["tokens"]
         assert torch.equal(cache.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
-    index = encode(Order(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
+    index = encode(EncodeOptions(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
     assert index["encoding"]["codebook_size"] == 16
     for name, data in content(out).items():                  # a run and its export are one first stage
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
@@ -181,7 +181,7 @@ def test_the_whole_way(tmp_path):
         export(Export(run, stage))
 
     finish(command("launch/encode.py", run, "--out", codes, "--shard-size", "500", "--no-flip", num=2))
-    encode(Order(tmp_path / "again", first_stage=str(stage), data="builtin:fashion", image_size=16, shard_size=500,
+    encode(EncodeOptions(tmp_path / "again", first_stage=str(stage), data="builtin:fashion", image_size=16, shard_size=500,
                  flip=False))
     assert content(codes).keys() == content(tmp_path / "again").keys()
     for name, data in content(codes).items():                # a run and its export are one first stage
