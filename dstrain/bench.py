@@ -6,8 +6,7 @@
     matmul       the largest rate of a square matrix product on this device, in the same precision
 
 Both sides get the same synthetic batch at every step, so that no loader is timed. They take turns, A B A B; the
-smallest and the median time of a step are reported. The plain loop is one process: on several ranks only dstrain's side
-runs.
+smallest and the median time of a step are reported. The plain loop is one process: on several ranks dstrain runs alone.
 
 2026-11-22, two cores of an AMD EPYC with AVX512_BF16, shared with other work, dit-small, zero1.json, one thread, one
 rank: a step of dstrain took 1.05 times a plain one (0.186 s against 0.177 s). Attention: launch/bench_attention.py.

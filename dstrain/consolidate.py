@@ -140,8 +140,7 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
     if not steps:
         return None
     if step is not None and step not in steps:
-        raise ConfigError(f"--step {step}: {source} holds no checkpoint of that step; it holds "
-                          f"{', '.join(map(str, steps))}")
+        raise ConfigError(f"--step {step}: {source} holds none of that step, but {', '.join(map(str, steps))}")
     return steps[max(steps) if step is None else step]
 
 
@@ -233,8 +232,7 @@ def _parsed(path: Path | None, parse: Callable[[str], Any]) -> Any:
         return parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = "no UTF-8" if isinstance(error, UnicodeDecodeError) else str(getattr(error, "problem", None) or error)
-        raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away: the weights "
-                          "do not need it") from None
+        raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
 
 
 def _of_deepspeed(order: Order, folder: Path) -> Plan:
@@ -250,8 +248,7 @@ def _of_deepspeed(order: Order, folder: Path) -> Plan:
     def verify(update: Update) -> None:
         for span, crc in merged.sums.items():
             if torch_files.altered(span, crc):
-                raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} has altered bytes): take another "
-                                  "with --tag")
+                raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
             update(span.nbytes)
 
     return Plan({"": merged.entries}, {"": "raw"}, facts, {"": merged.tied}, verify=verify,

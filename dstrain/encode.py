@@ -40,8 +40,7 @@ from dstrain.systems.base import Batch
 def encode(options: EncodeOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns the body of its index.
 
-    ConfigError: what is asked for cannot be, more files than tolerated are unreadable, or the folder holds
-    another encoding.
+    ConfigError: what is asked for cannot be, too many files are unreadable, or the folder holds others.
     """
     plan = planned(options)
     encoding = plan.encoding
@@ -78,8 +77,7 @@ def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any]
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors"))
     free = shutil.disk_usage(out).free
     if needed > free:
-        return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room, or name "
-                "another disk")
+        return (f"--out {out} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed: make room")
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
     atomic.write(out / shards.ENCODING, f"{text}\n")
     return None
@@ -98,8 +96,7 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
     if strangers := shards.strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     if {shards.encoding_of(shard) for shard in out.glob("shard_*.safetensors")} - {None, shards.short(encoding)}:
-        return (f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing. Name another "
-                "folder")
+        return (f"--out {out} holds another encoding, and its {shards.ENCODING} is damaged or missing: name another")
     return None
 
 
@@ -166,8 +163,7 @@ def _read(source: Source, jobs: list[tuple[int, range]],
         row = (index + len(bad)) % len(source)               # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
         if encoding.get("captions") and ("caption" not in sample or encoding["text"] and not sample["caption"].any()):
-            raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one, or take it "
-                              "away")
+            raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
         return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

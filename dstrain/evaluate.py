@@ -151,8 +151,7 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
         source = open_sources(run.data)[0 if options.split == "train" else 1]
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
-                          "was trained on with --split train, or train with data.held_out=0.05 or "
-                          "data.held_out_path=FOLDER")
+                          "was trained on with --split train, or train with data.held_out=0.05")
     if classes is not None and len(source.classes) > classes:
         raise ConfigError(f"{options.data or run.data.path} has {len(source.classes)} classes, the model {classes}: "
                           "its labels would be out of range; name the data that the run was trained on")
@@ -182,8 +181,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
     named = data.path.startswith("builtin:") or Path(data.path).exists()
     if labelled and not named and len(source.classes) < classes:
         raise ConfigError(f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
-                          f"data that would name them are no longer at {data.path}: put them back, or name a folder "
-                          "with all classes")
+                          f"data that would name them are no longer at {data.path}: put them back")
     _require_fit(path, source, run)
     return source
 
@@ -201,8 +199,7 @@ def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
             continue
     size = run.data.image_size
     if sides and max(sides) < size:
-        raise ConfigError(f"--data {path} holds images of {max(sides)} pixels, data.image_size is {size}: name images "
-                          f"of at least {size} pixels")
+        raise ConfigError(f"--data {path} holds images of {max(sides)} pixels, data.image_size is {size}: take others")
     if run.data.channels == 1 and grey and not any(grey):
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
 

@@ -65,14 +65,12 @@ def export(options: ExportOptions) -> Exported:
     if group.place().world > 1:
         raise ConfigError("an export takes one process: python launch/export.py ...")
     if options.statistics and options.format != "diffusers":
-        raise ConfigError("--statistics gives an autoencoder's scaling_factor, which only --format diffusers writes: "
-                          "leave it out")
+        raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read(options.run)
     writer = _writer(options.run, run) if options.format == "diffusers" else None
     system = systems.build(run.system, run.model)
     if options.statistics and not system.encodes:
-        raise ConfigError(f"--statistics gives an autoencoder's scaling_factor, and {options.run} trains {run.system}: "
-                          "leave it out")
+        raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.checkpoint(options.run, options.step)
     ema = run.samples.ema if options.ema is None else options.ema
     kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
@@ -144,8 +142,7 @@ def _writer(folder: Path, run: Run) -> ModuleType:
     """The module by which the run's system is written for diffusers."""
     name = f"{systems.package(run.system).__name__}.to_diffusers"
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{folder} trains {run.system}, which has no form in diffusers here: take --format "
-                          "safetensors")
+        raise ConfigError(f"{folder} trains {run.system}, of no form in diffusers: take --format safetensors")
     return importlib.import_module(name)
 
 
@@ -156,8 +153,7 @@ def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str,
     own, encoder = fingerprint(*system.identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:
         raise ConfigError(f"--statistics {options.statistics}: these codes are of the first stage {encoder}, "
-                          f"{options.run} exports {own}; name the cache that was encoded by it (and the same --ema or "
-                          "--raw)")
+                          f"{options.run} exports {own}; name the cache that it encoded (and its --ema or --raw)")
     return index["statistics"]
 
 

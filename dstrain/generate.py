@@ -156,8 +156,7 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
         raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
                           f"them from another run, launch/generate.py RUN --then {folder}")
     if options.low_res is not None and not system.starts_from_data:
-        raise ConfigError(f"--low-res {options.low_res}: {folder} begins from noise and takes no pictures; leave it "
-                          "out")
+        raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")
     if options.prime is not None:
         exactly = options.prime_frames is not None
         return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)

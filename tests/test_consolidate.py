@@ -243,7 +243,7 @@ def test_a_flipped_byte(made, tmp_path):
 @pytest.mark.parametrize("words, message", [
     ({"weights": "ema:0.7"}, "holds no average of denoiser of that decay; it holds ema:0.9, ema:0.5, and raw"),
     ({"weights": "ema:x"}, "x is no decay; write ema:0.9999"), ({"part": "critic"}, "--part critic: .* holds denoiser"),
-    ({"step": 9}, "--step 9: .* no checkpoint of that step; it holds 7"),
+    ({"step": 9}, "--step 9: .* holds none of that step, but 7"),
     ({"tag": "t"}, "leave it out, or choose with --step"),
 ])
 def test_refused(made, tmp_path, words, message):

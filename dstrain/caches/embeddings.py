@@ -62,8 +62,7 @@ class Encoders:
 def embed(options: EmbedOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns the final content of pairs.json.
 
-    ConfigError: what is asked for cannot be, more pairs than tolerated are unreadable, or the folder holds
-    other embeddings.
+    ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
     """
     with reworded(options={"image_encoder:": "--image-encoder:", "text_encoder:": "--text-encoder:",
                            "max_text_len:": "--max-text-len:"}):

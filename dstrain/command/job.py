@@ -169,8 +169,7 @@ def _require_samples(run: Run, system: System) -> None:
             raise ConfigError(f"samples.num_frames={samples.num_frames}: clips of this model have 1 + k * "
                               f"{system.temporal_patch_size} frames")
         if samples.num_frames > system.num_frames:
-            raise ConfigError(f"samples.num_frames={samples.num_frames}: this model's clips have {system.num_frames} "
-                              "at most")
+            raise ConfigError(f"samples.num_frames={samples.num_frames}: this model has {system.num_frames} at most")
     if samples.prompts and run.every.sample:
         system.conditions_from_texts([samples.prompts[0]])
 

@@ -71,8 +71,7 @@ class Batches(AbstractContextManager):
         """The `accumulation` micro-batches of this rank at an optimizer step, on the device (see `placed`).
 
         Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
-        {"label", "key", "position", "step"}. Steps that are asked for in sequence run on; any other step restarts the
-        workers.
+        {"label", "key", "position", "step"}. Steps in sequence run on; any other step restarts the workers.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")

@@ -34,8 +34,7 @@ def open_captioned(path: str | Path, image_size: int) -> "CaptionedFolder | Capt
     if path.is_file() and path.suffix == ".tar":
         return CaptionedTars([path], path.parent, image_size)
     if not path.is_dir():
-        raise ConfigError(f"--data {path} is no folder: name one with X.png and X.txt, or with tar shards of such "
-                          "pairs")
+        raise ConfigError(f"--data {path} is no folder: name one with X.png and X.txt, or with tar shards of them")
     tars = sorted(path.glob("*.tar"))
     return CaptionedTars(tars, path, image_size) if tars else CaptionedFolder(path, image_size)
 
@@ -102,8 +101,7 @@ class CaptionedTars(Source):
                 else:
                     self.num_uncaptioned += "image" in pair
         if not keys:
-            raise ConfigError(f"--data {root}: its tar shards hold no image with a caption of its name (X.png and "
-                              "X.txt)")
+            raise ConfigError(f"--data {root}: its tar shards hold no image with its caption (X.png and X.txt)")
         self.keys = Names(keys)
         self.places = np.array(places, np.int64)        # (N, 5): tar, offset and bytes of the image, and of the text
         self.captions = texts.hexdigest()

@@ -146,8 +146,7 @@ def _folder(root: Path) -> Stored:
         raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
     names = _names(root, "metadata", ".parquet")
     if "text_embed" not in tables and not names:
-        raise ConfigError(f"data.path={root} holds neither text_emb/*.npy nor metadata/*.parquet with captions: give "
-                          "one of the two")
+        raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
     needed = "text_embed" not in tables or "text_encodings" not in tables and names and Captions.exist(root, names)
     captions = Captions(root, names) if needed else None

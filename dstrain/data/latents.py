@@ -40,8 +40,7 @@ def is_encoded(path: str | Path) -> bool:
 class Latents(Source):
     """The codes in a folder.
 
-    path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: fraction that is held out, by the
-    hash of a sample's number.
+    path: what launch/encode.py wrote. split: "train", "held_out" or "all". held_out: share, by the hash of a number.
     Raises ConfigError where the index or a shard is missing, or has not the size that the index says.
     """
 

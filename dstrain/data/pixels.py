@@ -99,8 +99,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 def center_crop(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
     """The ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a square.
 
-    For a rectangle, an image is halved while both sides are at least twice the target's, then resized so that it just
-    covers the target.
+    For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover it.
 
     The colours of RGBA are weighted by opacity, as Pillow does in each pass; here it is done once for all passes, so
     that invisible colours never show at an edge.
@@ -186,6 +185,5 @@ def read_samples(path: Path) -> np.ndarray:
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["arr_0"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{path} is no folder of pictures, and no .npz with arr_0 ({type(error).__name__}); "
-                          "launch/generate.py writes such a one") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, zlib.error):
+        raise ConfigError(f"{path} is no folder of pictures, nor a .npz with arr_0 as generate writes it") from None

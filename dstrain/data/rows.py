@@ -209,8 +209,7 @@ def _require_text(name: str, field: Any) -> None:
 
     kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)):
-        raise ConfigError(f"data.path: column {field.name} of {name} holds {field.type}, and captions are strings: "
-                          "write it anew")
+        raise ConfigError(f"data.path: column {field.name} of {name} holds {field.type}: write captions as strings")
 
 
 def _parquet() -> Any:

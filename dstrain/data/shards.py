@@ -222,8 +222,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     except OSError:
         body = None
     if body is None:
-        raise ConfigError(f"{path} is truncated or altered: give the command of launch/encode.py that wrote it once "
-                          "more, which makes it anew")
+        raise ConfigError(f"{path} is truncated or altered: repeat the launch/encode.py that wrote it")
     if body["format"] != FORMAT:
         raise ConfigError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
     return body

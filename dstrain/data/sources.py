@@ -42,8 +42,7 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
     if data.num_frames is not None:
         return _open_clips(data)
     if data.path == MOVING or _holds_videos(data.path):
-        raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips of so many "
-                          "frames")
+        raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
@@ -58,8 +57,7 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
                     "held_out_path": data.held_out_path}
         unused = [f"data.{name}" for name, value in settings.items() if value]
         if unused:
-            raise ConfigError(f"{', '.join(unused)}: {MOVING} makes its own clips, captions and held-out ones: leave "
-                              "it out")
+            raise ConfigError(f"{', '.join(unused)}: {MOVING} makes all that itself: leave it out")
         if data.flip:
             raise ConfigError(f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
                               "belie: write data.flip=false")
@@ -148,8 +146,7 @@ def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: 
     """
     kind = kind_of(data)
     if kind == "pairs" and (data.held_out or data.held_out_path):
-        raise ConfigError("data.held_out and data.held_out_path are for images: embedding pairs are split by "
-                          "data.splits")
+        raise ConfigError("data.held_out and data.held_out_path are for images: pairs are split by data.splits")
     exists = data.path.startswith("builtin:") or Path(data.path).exists()
     if kind in learns_from or not exists:                     # opening a missing path raises its own error
         return

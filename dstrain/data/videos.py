@@ -182,8 +182,7 @@ def _require_one_clip_a_name(root: Path, names: list[str]) -> None:
     for name in names:
         other = stems.setdefault(os.path.splitext(name)[0], name)
         if other != name:
-            raise ConfigError(f"{root}: {other} and {name} have one name: which is the clip? Remove or rename the "
-                              "other")
+            raise ConfigError(f"{root}: {other} and {name} have one name: remove or rename the other")
 
 
 def _captions(root: Path, names: list[str], file: Path | None) -> dict[str, str] | str | None:

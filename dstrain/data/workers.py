@@ -3,8 +3,7 @@
 They come from a fork server, a clean process that imports torch once and is forked for each worker. Until 4 workers
 delivered on two cores, it took 1.8 s the first time and 0.3 s again; spawn took 11 s and 8 s, fork 0.6 s and 0.3 s
 (launch/bench_data.py --start). Yet fork would copy a process that runs the threads of gloo, NCCL, pinning and wandb,
-with whatever locks they hold, and registered memory of the network card; spawn imports torch again in each worker, at
-every start.
+with whatever locks they hold, and registered memory of the network card; spawn imports torch in each worker.
 """
 
 import contextlib
@@ -86,8 +85,7 @@ def prepare(_worker_id: int) -> None:
 def end(reader: object) -> None:
     """Ends the workers of a DataLoader's iterator: asks them for a second, then kills them.
 
-    torch alone would wait five seconds for each worker that is busy with a slow file, and then send a signal that ours
-    ignore.
+    torch alone would wait five seconds for each worker that is busy with a slow file, then send an ignored signal.
     """
     processes = list(getattr(reader, "_workers", ()))
     if not processes or reader._shutdown:

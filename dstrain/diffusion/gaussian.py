@@ -76,8 +76,6 @@ class GaussianDiffusion:
             loss=self.loss, timestep_map=[self.timestep_map[t] for t in timesteps], original_steps=self.original_steps,
             rescale_timesteps=self.rescale_timesteps)
 
-    # ------------------------------------------------------------------------------------------------- the network
-
     def call(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         """(prediction, variance values or None), float32, each of x_t's shape."""
         out = at_boundary(network(x_t, self.times(t)))
@@ -98,8 +96,6 @@ class GaussianDiffusion:
                     times = times.float() * (1000.0 / self.original_steps)
                 self._times[t.device] = times.to(t.device)
         return self._times[t.device].index_select(0, t)
-
-    # ------------------------------------------------------------------------------------------ q: from data to noise
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """x_t given x_start and eps. Equation 4 of DDPM."""
@@ -122,8 +118,6 @@ class GaussianDiffusion:
             return self.q_posterior(x_start, x_t, t)[0]
         signal, sigma = self._at(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return signal * noise - sigma * x_start
-
-    # --------------------------------------------------------------------------------- p: from the network's prediction
 
     def p_mean_variance(self, network: Network, x_t: Tensor, t: Tensor,
                         clip_denoised: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,8 +157,6 @@ class GaussianDiffusion:
             middle, half = self._at(t, x_t, "range_middle", "range_half")
             return (half * values).add_(middle)
         return self._at(t, x_t, "fixed_log_variance")[0]
-
-    # --------------------------------------------------------------------------------------------------------- losses
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
@@ -253,8 +245,6 @@ class GaussianDiffusion:
         terms = {name: torch.stack(column, dim=1) for name, column in columns.items()}
         prior = self.prior_bits(x_start)
         return {"total": terms["vb"].sum(dim=1) + prior, "prior": prior, **terms}
-
-    # --------------------------------------------------------------------------------------------------------- tables
 
     def _at(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
         """Columns `names` at the timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""

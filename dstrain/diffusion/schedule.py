@@ -1,8 +1,7 @@
 """Noise schedules of discrete-time diffusion: betas by name, and the subset of timesteps that a short chain visits.
 
 Notation of Ho et al. 2020 (DDPM): beta_t is the variance added between x_{t-1} and x_t, alphas_cumprod the product of
-(1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; gaussian.py moves tables to
-a device.
+(1 - beta). Index 0 is one step of noise, not none. Everything here is float64 on the CPU; gaussian.py moves it.
 
 Sources: linear, quad, warmup, const and jsd are those of DDPM's experiments; quadratic and sigmoid are among those of
 the DALL-E 2 prior of lucidrains/DALLE2-pytorch; cosine is Nichol & Dhariwal 2021 (Equation 17); respacing is their
@@ -90,8 +89,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     for section, count in enumerate(spec):
         length = size + (section < larger)
         if not 0 < count <= length:
-            raise ConfigError(f"respacing: section {section} has {length} timesteps, {count} were asked of it; "
-                              f"ask for 1 to {length}")
+            raise ConfigError(f"respacing: {count} timesteps of section {section}: ask for 1 to its {length}")
         stride = (length - 1) / (count - 1) if count > 1 else 1.0
         # The stride is summed, not multiplied: published chains were rounded from this very sum.
         places = itertools.accumulate(itertools.repeat(stride, count - 1), initial=0.0)

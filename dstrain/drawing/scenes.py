@@ -54,8 +54,7 @@ def length(system: System, frames: int | None, primed: int | None) -> Length:
     if primed is None:
         return Length(frames, 1 + unit if 1 + unit < frames else 1)
     if (primed - 1) % unit or primed >= frames:
-        raise ConfigError(f"--prime-frames {primed}: of {frames} frames, 1 + m * {unit} can be given and fewer than "
-                          "all")
+        raise ConfigError(f"--prime-frames {primed}: give 1 + m * {unit} of the {frames} frames, and not all")
     return Length(frames, primed)
 
 

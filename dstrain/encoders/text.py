@@ -41,8 +41,7 @@ class TextEncoder(Frozen):
         config = self.model.config
         longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)      # T5 has no such bound
         if max_length is not None and max_length > longest:
-            raise ConfigError(f"max_text_len: the encoder at {path} takes {longest} tokens, not {max_length}: give "
-                              f"{longest} at most")
+            raise ConfigError(f"max_text_len: the encoder {path} takes {longest} tokens, not {max_length}: give fewer")
         self.max_length = max_length or longest
         self.encodings_dim = config.hidden_size
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features

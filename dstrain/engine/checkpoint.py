@@ -134,8 +134,7 @@ class Checkpoints:
             counters = json.loads(file.metadata()["counters"])
         if counters.keys() != self._engines.keys():
             raise ConfigError(f"{path} holds the networks {', '.join(counters)}; this run trains "
-                              f"{', '.join(self._engines)}: set the model section as it was, or begin anew with "
-                              "--from-scratch")
+                              f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch")
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
@@ -178,8 +177,7 @@ class Checkpoints:
         if (stage, world) != (own_stage, group.world()):
             raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
                               f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
-                              f"stage {stage} on {world} ranks with save.format=fragments: its next checkpoint resumes "
-                              "anywhere")
+                              f"stage {stage} on {world} ranks with save.format=fragments: the next resumes anywhere")
         if self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part,
                                                load_lr_scheduler_states=False)[0] is None:
             raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
@@ -193,8 +191,7 @@ def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tenso
     with Shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
             raise ConfigError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
-                              f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA "
-                              "where there is one")
+                              f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA")
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
         weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}

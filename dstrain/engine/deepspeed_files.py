@@ -61,8 +61,7 @@ def tag_folder(path: Path, tag: str | None = None) -> Path | None:
         tag, source = (path / "latest").read_text(encoding="utf-8", errors="replace").strip(), "the file latest says"
     tag = tag or (tags[0] if len(tags) == 1 else None)
     if tag is None:
-        raise ConfigError(f"{path} holds several checkpoints and no file latest that names one: choose with "
-                          f"--tag {' | '.join(tags)}")
+        raise ConfigError(f"{path} holds several checkpoints and no file latest: choose --tag {' | '.join(tags)}")
     if tag not in tags:
         raise ConfigError(f"{source} {tag}: {path} holds no checkpoint of that tag; it holds {', '.join(tags)}")
     return path / tag
@@ -103,8 +102,7 @@ def read(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 
 def files(folder: Path) -> list[str]:
     """Names of what DeepSpeed has written straight into a folder."""
-    return sorted(path.name for path in folder.iterdir()
-                  if path.name.endswith(("model_states.pt", "optim_states.pt")))
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
 def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
@@ -230,8 +228,7 @@ def _trained(folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], 
     low = [name for name, value in weights.items() if value.dtype in ("BF16", "F16")]
     if low:
         raise ConfigError(f"{folder} holds no *_optim_states.pt, and {low[0]} only in {weights[low[0]].dtype}: the "
-                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1 "
-                          "instead")
+                          "fp32 weights of stage 0 are kept without names; train with zero_optimization.stage 1")
     return weights
 
 

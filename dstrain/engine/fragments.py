@@ -29,8 +29,7 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
     """Writes (kind, fragment, values) to one file, synced to the disk; returns its size in bytes.
 
     Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
-    at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit
-    their fragment.
+    at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:

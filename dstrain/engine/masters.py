@@ -5,8 +5,7 @@ Everything that reaches behind DeepSpeed's public interface stands in this file.
 and `optimizer.param_groups`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
-parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; what is left of a flat is
-padding.
+parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest is padding.
 
     stage 3           fp32_partitioned_groups_flat, one flat for each sub-group
     stage 1, 2        single_partition_of_fp32_groups, one flat for each parameter group
@@ -38,8 +37,7 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 
 def universal_info() -> dict[str, Any]:
-    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees that ZeRO alone has split the
-    weights.
+    """An entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are split.
     """
     from deepspeed.checkpoint import constants
     return {constants.UNIVERSAL_CHECKPOINT_INFO: {
@@ -89,8 +87,6 @@ class Masters:
         # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
-    # ------------------------------------------------------------------------------------------------ where they lie
-
     def _find_stage0(self) -> None:
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
@@ -136,8 +132,6 @@ class Masters:
             return self._zero.fp16_partitioned_groups_flat
         partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
-
-    # --------------------------------------------------------------------------------------------- reading and writing
 
     def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
         """Each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
@@ -201,8 +195,6 @@ class Masters:
                                  start_alignment_factor=self._zero.nccl_start_alignment_factor,
                                  allgather_bucket_size=self._zero.allgather_bucket_size)
 
-    # ------------------------------------------------------------------------------------------------ optimizer state
-
     def _inner(self) -> torch.optim.Optimizer:
         return getattr(self._zero, "optimizer", self._zero)
 
@@ -234,8 +226,6 @@ class Masters:
         for number in range(len(self.flats)):
             state = self._state(number)
             state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count
-
-    # ---------------------------------------------------------------------------------------------------------- steps
 
     @property
     def stage(self) -> int:

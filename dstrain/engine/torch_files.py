@@ -189,8 +189,7 @@ class _Rebuild:
 
 
 class _Tensor(_Rebuild):
-    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no class of storages has it, and
-    its metadata.
+    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no storage has it, and metadata.
     """
 
     __slots__ = ()

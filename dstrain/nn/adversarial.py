@@ -19,8 +19,7 @@ _LEAK = 0.2                                       # slope of the leaky units bel
 class PatchDiscriminator(nn.Module):
     """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float32 (B, 1, h, w).
 
-    n_layers layers halve the side, two more have stride 1. Channels begin with base_channels and double by layer, up to
-    eightfold.
+    n_layers layers halve the side, two more have stride 1. Channels double by layer from base_channels, at most thrice.
 
     The published network normalizes by BatchNorm. Its statistics would make a sample's loss depend on the other samples
     of its rank, so that the same global batch would train differently on two ranks than on one, and its running
@@ -49,8 +48,7 @@ class PatchDiscriminator(nn.Module):
         if not sloped:
             return self._logits(x)
         if any(weight.numel() == 0 for weight in self.parameters()):
-            raise ConfigError("penalty.form: the exact slope needs whole weights, ZeRO-3 scatters them; take "
-                              "approximate, or ZeRO 0 to 2")
+            raise ConfigError("penalty.form: exact needs whole weights; take approximate, or ZeRO 0 to 2")
         with torch.enable_grad():
             pictures = x[:sloped].detach().requires_grad_()
             logits = self._logits(torch.cat((pictures, x[sloped:])))

@@ -1,8 +1,7 @@
 """Quantizers that learn by gradient, without a moving average: lookup-free, and a codebook of unit vectors.
 
 Lookup-free (Yu et al. 2023, MAGVIT-v2, arXiv:2310.05737): a vector is projected to log2(K) numbers z, and the token is
-the binary code of their signs. Cosine (Yu et al. 2021, ViT-VQGAN, arXiv:2110.04627): the token is the nearest of K unit
-vectors.
+the binary code of their signs. Cosine (Yu et al. 2021, ViT-VQGAN, arXiv:2110.04627): the nearest of K unit vectors.
 
 Notation: B samples, N tokens of each, d = log2(K) bits, p(c|z) the softmax of 4 lambda z_i over the two signs of each
 bit, q(c) the share of code c among recent tokens. Everything from z on is float32.

@@ -1,8 +1,7 @@
 """The perceptual distance LPIPS (Zhang et al. 2018, "The unreasonable effectiveness of deep features"), with VGG-16.
 
 The features after the last ReLU of each of the five stages are scaled to unit length over channels. Their squared
-differences are weighted by the published heads, averaged over places and summed over stages. Weights are read from a
-local path.
+differences are weighted by the published heads, averaged over places and summed over stages. Weights are local.
 """
 
 import pickle

@@ -60,8 +60,7 @@ def require_pictures(judge: Perceptual | None, discriminator: Discriminator | No
     if judge and channels == 4:
         raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
     if judge and min(height, width) < 16:
-        raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16 "
-                          "or more")
+        raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16")
     if discriminator and min(height, width) < (least := adversarial.least_size(discriminator.n_layers)):
         raise ConfigError(f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
                           f"image_size is {height} x {width}: take fewer layers")

@@ -60,8 +60,7 @@ def leave(seconds: float = 60.0) -> None:
     A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
     still read from (gloo's issue 155), and with rank 0 ends the store. So each rank writes into the store that it is
     out of the barrier, and rank 0 leaves last. A rank that dies after the barrier is waited for no longer than
-    `seconds`; one that has died before it, until the connection breaks or the process group times out. Its launcher
-    reports it.
+    `seconds`; one that has died before it, until the connection breaks or the process group times out.
     """
     if world() == 1:
         return
@@ -94,8 +93,7 @@ def lost(error: BaseException) -> str | None:
                     "or it was busy for longer than faults.timeout_minutes")
     else:
         happened = "has lost its connection to another rank, which has ended: what that one says comes first"
-    return (f"rank {place().rank} on {socket.gethostname()} {happened}. What was saved is whole; mend the cause, and "
-            "the same command goes on")
+    return (f"rank {place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on")
 
 
 def fall(error: BaseException, seconds: float = 60.0) -> str:

@@ -19,7 +19,6 @@ _SYNONYMS = {
     "max_steps": "steps", "num_steps": "steps", "output_dir": "folder", "results_dir": "folder", "out": "folder",
     "global_seed": "seed", "data_path": "data.path", "data_dir": "data.path", "num_workers": "data.workers",
     "image_size": "data.image_size", "ema_rate": "ema.decays", "ema_decay": "ema.decays", "ckpt": "init_from",
-    "use_checkpoint": "model.recompute", "large_size": "model.image_size",
     "log_every": "every.report", "ckpt_every": "every.save", "save_interval": "every.save",
 }
 

@@ -101,8 +101,7 @@ class Encoder:
     def arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         """Codes (n, flips, ...) and all else (n, ...) of n samples, at most encoding["batch"].
 
-        A smaller batch is filled up with its last sample, so that the networks always see one shape. ConfigError: the
-        codes are not finite.
+        A smaller batch is filled up with its last sample, so that networks see one shape. ConfigError: infinite codes.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)

@@ -52,8 +52,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
     earlier = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
     if not same_data(earlier, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
-                          f"{earlier!r} before; put the files back, name another folder=, or accept the change with "
-                          "--allow-change")
+                          f"{earlier!r} before; put the files back, name another folder=, or give --allow-change")
 
 
 def same_data(earlier: str, fingerprint: str) -> bool:

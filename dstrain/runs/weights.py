@@ -193,8 +193,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
             try:
                 state |= load_file(file)
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"weights: {file} is not a readable safetensors file ({error}); fetch it "
-                                  "again") from error
+                raise ConfigError(f"weights: {file} is no safetensors file ({error}): fetch it again") from error
         return _named(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file

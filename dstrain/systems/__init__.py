@@ -66,8 +66,7 @@ def package(name: str) -> ModuleType:
     else:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package that Python finds "
-                          f"(PYTHONPATH){hint}")
+        raise ConfigError(f"system: {name!r} is unknown; one of {', '.join(names())}, or a package on PYTHONPATH{hint}")
     missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
         raise ConfigError(f"system: the package {name!r} has no {' and no '.join(missing)}, see "

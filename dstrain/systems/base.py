@@ -105,8 +105,7 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
         """A batch of the right shapes and random content, for plan, bench and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the request's
-        seeds; ranks call alike.
+        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds.
         """
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dstrain.recipe import ConfigError
 from dstrain.systems.types import Example, Nets, Progress, Terms
@@ -116,13 +116,17 @@ class Imports:
 
     in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes
 
+    def on_meta(self, part: str) -> nn.Module:
+        """A part's network without values, for its names and shapes."""
+        with torch.device("meta"):
+            return self.networks()[part]
+
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict from elsewhere as the part's network takes it, and what was changed, in words.
 
         ConfigError: the first difference that cannot be bridged, both shapes, and the remedy.
         """
-        with torch.device("meta"):
-            expected = self.networks()[part].state_dict()
+        expected = self.on_meta(part).state_dict()
         for name in [*expected, *state]:
             in_network, in_file = (tuple(weights[name].shape) if name in weights else "absent"
                                    for weights in (expected, state))

@@ -62,8 +62,7 @@ class Meter:
     def means(self) -> dict[str, float]:
         """Means since the last call, and `nonfinite`, the number of values that were not finite, unless it is 0.
 
-        Call on all ranks, which must have added terms of the same names. A name without a finite value and an empty
-        quarter are left out.
+        Call on all ranks, which must have added terms of the same names. Empty ones are left out.
         """
         if not self._sums:
             return {}

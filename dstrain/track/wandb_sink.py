@@ -104,8 +104,6 @@ class WandbSink:
         except queue.Full:
             self.dropped += 1
 
-    # --------------------------------------------------------------------------- in the thread
-
     def _work(self, mode: str) -> None:
         try:
             run = self._start(mode)

@@ -279,9 +279,9 @@ def test_bad_rows_of_large_data(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how, words", [
-    ("text", "neither text_emb.*nor metadata"), ("column", "no column caption.*only key"),
+    ("text", "neither text_emb.*nor captions in metadata"), ("column", "no column caption.*only key"),
     ("rows", "5 rows and metadata"), ("broken", "metadata_0.parquet is no readable"),
-    ("numbers", "column caption of metadata/metadata_0.parquet holds int64, and captions are strings"),
+    ("numbers", "column caption of metadata/metadata_0.parquet holds int64: write captions as strings"),
     ("bytes", "holds binary"),
     ("images", "holds no embedding pairs"), ("empty", "no .npy file"),
 ])

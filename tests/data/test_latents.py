@@ -243,7 +243,7 @@ def test_recipes_that_do_not_fit(stage):
     for more, message in (
             ([], "every.sample=300: pictures need the autoencoder.*model.first_stage.path"),
             ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
-            ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in the autoencoder"),
+            ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in autoencoder"),
             ([given, "model.first_stage.factor=8"], "set first_stage.factor to 4"),
             ([given, "model.in_channels=4"], "set in_channels to 3"),
             ([given, "model.patch_size=3"], "multiple of 12"),
@@ -319,7 +319,7 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for damaged in (index.read_text()[:150], "", "{}"):
         index.write_text(damaged)
         assert is_encoded(tmp_path / "x")
-        with pytest.raises(ValueError, match="truncated or altered: give the command of launch/encode.py") as caught:
+        with pytest.raises(ValueError, match="truncated or altered: repeat the launch/encode.py") as caught:
             open_sources(data.model_copy(update={"path": str(tmp_path / "x")}))
         assert "delete" not in str(caught.value)
 

@@ -26,8 +26,8 @@ def test_spacing_of_everything_and_of_lists():
     assert schedule.space_timesteps(300, [10, 15, 20]) == SPACED["300:10,15,20"]
 
 
-@pytest.mark.parametrize("spec, words", [("11", "10 timesteps, 11"), ("ddim7", "ddim7"), ("0", "0 were"),
-                                         ("6,4", "5 timesteps, 6")])
+@pytest.mark.parametrize("spec, words", [("11", "11 timesteps of section 0: ask for 1 to its 10"), ("ddim7", "ddim7"), ("0", "0 timesteps of section 0"),
+                                         ("6,4", "6 timesteps of section 0: ask for 1 to its 5")])
 def test_impossible_spacing(spec, words):
     """Oracle: a ValueError with both numbers."""
     with pytest.raises(ValueError, match=words):

@@ -250,8 +250,8 @@ def upsampler(folder: Path) -> Path:
 @pytest.mark.parametrize("make, words, message", [
     (None, {"num_frames": 4}, "--num-frames 4: clips of this model have 1 + k * 2 frames: ask for 3 or 5"),
     (None, {"num_frames": 7}, "--num-frames 7: clips of this model have 5 at most"),
-    (None, {"scenes": ("a",), "prime_frames": 2}, "--prime-frames 2: of 5 frames, 1 + m * 2 can be given"),
-    (None, {"scenes": ("a",), "prime_frames": 5}, "fewer than all"),
+    (None, {"scenes": ("a",), "prime_frames": 2}, "--prime-frames 2: give 1 + m * 2 of the 5 frames, and not all"),
+    (None, {"scenes": ("a",), "prime_frames": 5}, "and not all"),
     (None, {"scenes": ("a",), "num_frames": 1}, "raise --num-frames"),
     (None, {"prime_frames": 3}, "give one of them, or leave it out"),
     (None, {"scenes": ("a",), "prompts": ("b",)}, "leave out --prompts and --labels"),
@@ -260,7 +260,7 @@ def upsampler(folder: Path) -> Path:
     (lambda folder: folder.mkdir() or folder, {}, "holds no video and no picture"),
     (lambda folder: written(folder, [1, 2]), {"prime_frames": 3}, "there are 2 frames, and --prime-frames 3"),
     (an_npz, {}, "goes on from uint8 (N, T, 5, 6, 3)"),
-    (cut_off, {}, "samples_1x3x8x8x3.npz is no folder of pictures, and no .npz with arr_0 (BadZipFile); launch/gen"),
+    (cut_off, {}, "samples_1x3x8x8x3.npz is no folder of pictures, nor a .npz with arr_0"),
     (counting.folder, {"then": True}, "begins from noise"),
     (upsampler, {"then": True}, "goes on from pictures, and "),
 ])

@@ -115,8 +115,7 @@ class Config(SystemConfig):
         shape, factor = self.network_shape(), self.first_stage.factor if self.first_stage else 1
         patch = shape["patch_size"]
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
-            raise ConfigError(f"image_size {self.image_size} is no multiple of {factor * patch} (patch_size x "
-                              "first_stage.factor)")
+            raise ConfigError(f"image_size {self.image_size} is no multiple of {factor * patch}, patch_size x factor")
         if self.codes is not None:
             self._check_codes(patch)
         if shape["hidden_size"] % shape["num_heads"]:

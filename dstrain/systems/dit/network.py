@@ -25,8 +25,7 @@ class DiT(nn.Module):
     """Noised input, timesteps and labels to a prediction (and, with learn_sigma, variance values).
 
     input_size          height = width of the input, in its own pixels (latents: image size / 8).
-    class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller draws which
-                        labels are dropped.
+    class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller drops.
     learn_sigma         twice as many output channels as input channels.
     time_freq           official, or diffusers (whose frequencies are spaced a little wider).
     recompute           keep no activations inside blocks; compute them again in the backward pass.

@@ -51,8 +51,6 @@ class DiTSystem(System):
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": DiT(**self.config.network_arguments())}
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start: latents drawn from the cached moments or by the first stage; without either pixels in [-1, 1]."""
@@ -118,8 +116,6 @@ class DiTSystem(System):
         raise ConfigError(f"label: the data hold none, and num_classes is {self.config.num_classes}; give labels, or "
                           "set num_classes to 1 for an unconditional model")
 
-    # ----------------------------------------------------------------------------------------------------- generation
-
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
@@ -164,8 +160,6 @@ class DiTSystem(System):
         """Whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
         return not (self.first_stage or self.config.codes) and self.config.in_channels in (1, 3)
 
-    # ------------------------------------------------------------------------------------------------------------ facts
-
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """label int64 (num,): `labels` in turn, or every class. ConfigError: a label that is no class."""
         classes = labels or tuple(range(self.config.num_classes))
@@ -177,9 +171,7 @@ class DiTSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Positions and the class table may differ, see weights.py."""
-        with torch.device("meta"):
-            network = self.networks()[part]
-        return weights.adapt(state, network)
+        return weights.adapt(state, self.on_meta(part))
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
@@ -213,8 +205,7 @@ def _first_stage(config: Config) -> Autoencoder | None:
                                      ("in_channels", config.in_channels, autoencoder.channels),
                                      ("data.channels", section.image_channels, autoencoder.image_channels)):
         if configured not in (None, actual):
-            raise ConfigError(f"{name}: {configured} in the recipe, {actual} in the autoencoder at {path}; set {name} "
-                              f"to {actual}")
+            raise ConfigError(f"{name}: {configured} in the recipe, {actual} in autoencoder {path}: make both equal")
     # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
     hashed = autoencoder.fingerprint() if config.codes is not None or section.fingerprint is not None else None
     if section.fingerprint not in (None, hashed):

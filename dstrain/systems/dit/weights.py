@@ -97,8 +97,7 @@ def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, A
     for name, diffusers_names in _names(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
-            raise ConfigError(f"weights: {missing[0]} is missing, and num_layers in config.json is {depth}; fetch the "
-                              "file again")
+            raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
         parts = {other: unused.pop(other) for other in diffusers_names}
         renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _shared(parts)
     notes = fitting.unused(unused)

@@ -52,8 +52,6 @@ class IDDPMSystem(System):
         kind = SuperResUNet if self.starts_from_data else UNet
         return {"denoiser": kind(**self.config.network_arguments())}
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     def accepts(self, source: Any) -> None:
         """ConfigError: labels are learned, and images without class folders all have the label 0."""
         if self.config.class_cond and self.config.num_classes > 1 and not source.classes:
@@ -103,8 +101,7 @@ class IDDPMSystem(System):
         arguments = (conditions["low_res"],) if self.starts_from_data else ()
         if self.config.class_cond:
             if "label" not in conditions:
-                raise ConfigError("label: the data hold none, and class_cond is set; give labels, or train with "
-                                  "class_cond false")
+                raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
             arguments += (conditions["label"],)
         return lambda x_t, t: nets["denoiser"](x_t, t, *arguments)
 
@@ -122,8 +119,6 @@ class IDDPMSystem(System):
         if spec not in self._chains:
             self._chains[spec] = self.diffusion.respaced(spec)
         return self._chains[spec]
-
-    # ----------------------------------------------------------------------------------------------------- generation
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
@@ -149,8 +144,6 @@ class IDDPMSystem(System):
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
         return to_uint8(samplers.SAMPLERS[sampler](chain, network, x, noise, clip_denoised=True))
-
-    # ------------------------------------------------------------------------------------------------ super-resolution
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones shrunk."""
@@ -183,8 +176,6 @@ class IDDPMSystem(System):
         if shape != expected:
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
-    # ------------------------------------------------------------------------------------------------------------ facts
-
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """label int64 (num,): `labels` in turn, or every class; nothing where class_cond is not set.
 
@@ -192,8 +183,7 @@ class IDDPMSystem(System):
         """
         if not self.config.class_cond:
             if labels:
-                raise ConfigError(f"labels: {list(labels)} for a model without classes (class_cond is false); leave "
-                                  "them out")
+                raise ConfigError(f"labels: {list(labels)}, but class_cond is false; leave them out")
             return {}
         classes = torch.tensor(labels or tuple(range(self.config.num_classes)))
         self._check_labels(classes)
@@ -207,9 +197,7 @@ class IDDPMSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """The label table may differ, see weights.py."""
-        with torch.device("meta"):
-            network = self.networks()[part]
-        return weights.adapt(state, network, self.config)
+        return weights.adapt(state, self.on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)

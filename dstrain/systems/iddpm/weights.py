@@ -83,8 +83,7 @@ def arguments(config: Config) -> dict[str, Any]:
     """The keyword arguments of the same network in diffusers. ConfigError: a flag that UNet2DModel cannot express."""
     if config.mults[0] != 1:
         raise ConfigError(f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
-                          f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take --format "
-                          "safetensors")
+                          f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take safetensors")
     attends = [side in config.attention_resolutions for side in config.sides]
     learned = _learns_times(config)
     return {
@@ -161,8 +160,7 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     fitting.require_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
     if heads != needed:
         raise ConfigError(f"weights: attention_head_dim is {loaded['attention_head_dim']} in config.json, which makes "
-                          f"{heads[-1]} heads, and model.num_heads is {config.num_heads}; set it to what the file was "
-                          "made with")
+                          f"{heads[-1]} heads, and model.num_heads is {config.num_heads}; set that of the file")
 
 
 def _heads(config: Config, width: int | None) -> list[int]:
@@ -181,8 +179,7 @@ def _head_width(config: Config) -> int | None:
     widths = sorted({channels // config.num_heads for channels in _attending(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
-                          f"down, and these are {config.heads_upsample} and {config.num_heads}; take --format "
-                          "safetensors")
+                          f"down, and these are {config.heads_upsample} and {config.num_heads}; take safetensors")
     if config.num_heads == 1:
         return None
     if len(widths) > 1:

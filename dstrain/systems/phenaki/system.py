@@ -54,8 +54,6 @@ class PhenakiSystem(System):
                                              **trunk | {"depth": config.critic_depth or config.depth})
         return networks
 
-    # ----------------------------------------------------------------------------------------------------------- data
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and what is read of the texts.
@@ -111,8 +109,6 @@ class PhenakiSystem(System):
             return ("model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
                     "to its folder (launch/export.py RUN --format safetensors), or give --tokenizer FOLDER")
         return None
-
-    # ------------------------------------------------------------------------------------------------------- training
 
     def turns(self, step: int) -> tuple[str, ...]:
         """Both parts, or the one that model.train names."""
@@ -209,8 +205,6 @@ class PhenakiSystem(System):
         return {"loss": over(each) / (masking.MEAN_RATIO * self._total(example)), "replaced": over(replaced) / count,
                 "accuracy": over(((logits > 0) == (replaced > 0)).to(logits.dtype)) / count}
 
-    # ----------------------------------------------------------------------------------------------------- generation
-
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
@@ -254,8 +248,6 @@ class PhenakiSystem(System):
             known = known | ~real[:, :, None, None]
         return decode(predict, tokens, known, network.mask_token, rng.keys_of_seeds(request.seeds),
                       request.num_steps, self.config.decoding, criticize)
-
-    # ------------------------------------------------------------------------------------------------------------ facts
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The inputs of `num` empty texts, (num, ...). ConfigError: the model has no null text, or labels are given."""

@@ -53,8 +53,6 @@ class PriorSystem(System):
     def networks(self) -> dict[str, nn.Module]:
         return {"denoiser": PriorTransformer(**self.config.network_arguments())}
 
-    # ----------------------------------------------------------------------------------------------------------- data
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start (B, D), text_embed (B, T) and, where conditioned on, text_encodings (B, L, E), text_mask (B, L).
@@ -134,8 +132,6 @@ class PriorSystem(System):
             self._encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len or None)
         return self._encoder.to(device)
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """The training loss: one timestep and one noise for each sample, its text dropped now and then."""
         terms = self._losses(nets, example, self.config.text_cond_drop_prob)
@@ -195,8 +191,6 @@ class PriorSystem(System):
         if like.device not in self._placed:
             self._placed[like.device] = self.mean.to(like.device), self.std.to(like.device)
         return self._placed[like.device]
-
-    # ----------------------------------------------------------------------------------------------------- generation
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
@@ -275,8 +269,6 @@ class PriorSystem(System):
             terms |= {f"similarity/{count}/{name}": value for name, value in cosines.items()}
         return terms
 
-    # ------------------------------------------------------------------------------------------------------------ facts
-
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """The frozen encoder's embeddings and encodings, on the CPU. ConfigError: the recipe names no encoder."""
         encoder, row_of = self.text_encoder(torch.device("cpu")), {}
@@ -287,9 +279,7 @@ class PriorSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
-        with torch.device("meta"):
-            network = self.networks()[part]
-        return weights.adapt(state, network, self.mean, self.std)
+        return weights.adapt(state, self.on_meta(part), self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""

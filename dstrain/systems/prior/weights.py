@@ -50,8 +50,7 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
             raise ConfigError(f"image_embed_stats: {name} in {path} is {len(values[name])} wide, image_embed_dim is "
                               f"{dim}")
     if not bool((values["clip_std"] > 0).all()):
-        raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave "
-                          "image_embed_stats out")
+        raise ConfigError(f"image_embed_stats: clip_std in {path} is not above 0 everywhere; leave it out")
     return values["clip_mean"], values["clip_std"]
 
 

@@ -41,8 +41,6 @@ class DiscreteSystem(AutoencoderSystem):
             discrete.num_resnet_blocks, discrete.hidden_dim, self.config.channels, sampling=discrete.sampling,
             logit_laplace=discrete.reconstruction == "logit_laplace", normalization=discrete.normalization)}
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Reconstruction of one relaxed sample and the divergence of the tokens from uniform (kl, in nats a sample)."""
         terms, _ = self._terms(nets, example)
@@ -87,8 +85,6 @@ class DiscreteSystem(AutoencoderSystem):
         unit = 1 if discrete.kl_form == "legacy" else self.values
         return {"loss": recon + weight * kl / unit, "recon": recon, "kl": kl, "kl_weight": weight,
                 "temperature": temperature}, passed
-
-    # ------------------------------------------------------------------------------------------------------------ facts
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:

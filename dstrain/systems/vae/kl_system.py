@@ -48,8 +48,6 @@ class KLSystem(AutoencoderSystem):
             config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)
         return {"autoencoder": autoencoder} | self.picture_loss.networks(channels)
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.turns("autoencoder", step)
 
@@ -98,8 +96,6 @@ class KLSystem(AutoencoderSystem):
 
     def _bound(self, terms: Terms) -> Tensor:
         return self.picture_loss.total(terms) + self._weighted_kl(terms)
-
-    # ------------------------------------------------------------------------------------------------------------ facts
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:

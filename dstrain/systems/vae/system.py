@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
-from dstrain.nn.fitting import Remedies
+from dstrain.nn.fitting import Fitted, Remedies
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
@@ -49,17 +49,13 @@ class AutoencoderSystem(System):
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """What is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Files of the original trainers, see weights.py."""
-        with torch.device("meta"):
-            return weights.adapt(state, self.networks()[part], self.remedies[part])
+        return weights.adapt(state, self.on_meta(part), self.remedies[part])
 
-    def from_diffusers(self, state: dict[str, Tensor],
-                       diffusers_config: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""
-        with torch.device("meta"):
-            network = self.networks()["autoencoder"]
-        weights.require_same(diffusers_config, getattr(network, "config", {}))
+        weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
 
     def synthetic(self, batch_size: int) -> Batch:

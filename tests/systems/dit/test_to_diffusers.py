@@ -255,7 +255,7 @@ WRONG = {
     "other norm": (lambda f: edited(f, norm_type="ada_norm"), "norm_type is ada_norm in .*this network, which has no"),
     "no side": (lambda f: edited(f, sample_size=None), "sample_size is None in config.json"),
     "no weights": (lambda f: (f / FILE).unlink(), "there is no file"),
-    "a layer missing": (lambda f: lacking(f, "transformer_blocks.1.attn1.to_k.bias"), "to_k.bias is missing, and num_"),
+    "a layer missing": (lambda f: lacking(f, "transformer_blocks.1.attn1.to_k.bias"), "to_k.bias is missing, num_"),
     "blocks apart": (lambda f: lacking(f, "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias",
                                        torch.ones(32)), "blocks.2.norm1.*is not that of block 0.*trained the copies"),
     "another shape": (lambda f: lacking(f, "proj_out_2.weight", torch.ones(4, 32)),

@@ -128,7 +128,7 @@ def test_labels_out_of_range():
         build().conditions(2, (1,))
     example = system.encode(system.synthetic(2))
     del example["label"]
-    with pytest.raises(ValueError, match="class_cond false"):
+    with pytest.raises(ValueError, match="class_cond=false"):
         system.loss("denoiser", random(system), example)
 
 

@@ -58,8 +58,6 @@ class TokenizerSystem(System):
         tokenizer = CViViT(**self.config.network_arguments())
         return {"tokenizer": tokenizer} | self.picture_loss.networks(self.config.channels)
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start (B, T, C, H, W) in [-1, 1] and frames (B,), of clips or of images. ConfigError: they do not fit."""
@@ -151,8 +149,6 @@ class TokenizerSystem(System):
         """Which frames tokens stand for: bool (B, T)."""
         return counted_frames(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
-    # ------------------------------------------------------------------------------------------------------ held out
-
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Terms without adversary and diversity; psnr and ssim, means over real frames; usage (B, K), shares of ids."""
@@ -182,8 +178,6 @@ class TokenizerSystem(System):
         pairs = to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
         return {"reconstruction": pairs if x.shape[1] > 1 else pairs[:, 0]}
 
-    # ------------------------------------------------------------------------------------------------------------ facts
-
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """tokens: int64 (B, t, h, w); those of frames that are not real mean nothing."""
@@ -210,8 +204,7 @@ class TokenizerSystem(System):
         if any(".dsconv." in name for name in state):
             raise ConfigError("weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
                               "places; its weights mean nothing in a network that does not: train anew")
-        with torch.device("meta"):
-            shapes = shapes_of(self.networks()[part])
+        shapes = shapes_of(self.on_meta(part))
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
         return dict(state), []
 
