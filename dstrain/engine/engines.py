@@ -54,7 +54,7 @@ class Engines(Mapping[str, Any]):
         return build(networks, seed, lambda: deepspeed.zero.Init(config_dict_or_path=self.settings),
                      lambda reason: self.notes.append(
                          f"note: every rank begins with the whole networks in its memory: {reason}; see "
-                         "System.networks in dstrain/systems/base.py"))
+                         "dstrain/systems/base.py"))
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
         import deepspeed
