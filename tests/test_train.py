@@ -76,8 +76,8 @@ def test_pictures_of_videos_are_shown(tmp_path):
 
 
 @pytest.mark.parametrize("samples, model, message", [
-    ({"num_frames": 4}, {}, "samples.num_frames=4: clips have 1 + k * 2 frames"),
-    ({"num_frames": 7}, {}, "samples.num_frames=7: this model's clips have 5 at most"),
+    ({"num_frames": 4}, {}, "samples.num_frames=4: clips of this model have 1 + k * 2 frames"),
+    ({"num_frames": 7}, {}, "samples.num_frames=7: this model has 5 at most"),
     ({"prompts": ["a"]}, {"generates": False}, "samples.prompts: counting draws nothing for texts while it trains"),
     ({"num_frames": 3}, {"generates": False}, "samples.num_frames=3: counting draws no videos"),
     ({"num_frames": 3, "prompts": ["a"]}, {"generates": False, "every": 0}, None),

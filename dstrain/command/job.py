@@ -158,8 +158,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
 def _require_samples(run: Run, system: System) -> None:
     """ConfigError: the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
     samples, draws = run.samples, system.generates or not run.every.sample
-    if run.every.sample and system.generates:
-        system.sampler(samples.sampler, "samples.sampler")
+    system.sampler(samples.sampler, "samples.sampler")
     if samples.prompts and not (system.takes_texts and draws):
         raise ConfigError(f"samples.prompts: {run.system} draws nothing for texts while it trains; leave it out")
     if samples.num_frames is not None:

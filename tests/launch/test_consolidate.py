@@ -182,7 +182,7 @@ def test_refused(saved, tmp_path):
     refused("plain2-fp32", f"lacks {second}: 1 of 2 ranks", drop(second))
     refused("plain3-fp32", f"lacks zero_pp_rank_1_{model}", drop(f"zero_pp_rank_1_{model}"))
     refused("plain2-fp32", f"lacks {model}", drop(model))
-    refused("plain2-fp32", "holds files of 3 ranks, and was written by 2 at last: remove .*_rank_2_",
+    refused("plain2-fp32", "holds files of 3 ranks, and was last written by 2: remove .*_rank_2_",
             copied(second, second.replace("rank_1", "rank_2")))
     refused("plain2-fp32", "of one rank: remove those of the older run", copied(second, f"bf16_{second}"))
     refused("plain2-fp32", "is of a tensor-parallel run", copied(model, "mp_rank_01_model_states.pt"))

@@ -109,7 +109,7 @@ def test_token_ids_of_a_run(tmp_path):
     finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml", "--ds_config",
                    ds_config(tmp_path, 1), *words, num=1))
     refused = finish(command("launch/export.py", run, "--out", tmp_path / "x", num=1), code=2)
-    assert "no class for a discrete VAE" in refused and "--format safetensors" in refused
+    assert "not for a discrete VAE" in refused and "--format safetensors" in refused
     assert not list(tmp_path.glob("x*"))
     words = ["--out", tmp_path / "x", "--format", "safetensors", "--raw"]
     output = finish(command("launch/export.py", run, *words, num=1))

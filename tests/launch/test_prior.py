@@ -157,7 +157,7 @@ def spoiled(tmp_path: Path, how: str) -> list[str]:
     ("nan", [], "text_emb/0.npy[17] holds NaN"), ("rows", [], "img_emb/0.npy has 40 rows and text_emb/0.npy 39"),
     ("", ["data.splits=[0.7,0.2,0.2]"], "which sum to 1"),
     ("", ["data.splits=[0.97,0.02,0.01]"], "leaves 1 for validation"),
-    ("", ["data.path=builtin:fashion"], "holds no embedding pairs"),
+    ("", ["data.path=builtin:fashion"], "holds images, and prior learns from embedding pairs"),
     ("", ["data.path=builtin:emojis"], "builtin:emoji-pairs"),
     ("", ["data.held_out=0.1"], "data.splits"), ("", ["samples.sampler=euler"], "none of ddpm, ddim"),
 ])
