@@ -74,6 +74,8 @@ def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, ste
     checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the weights, None
     for bfloat16 on a GPU and float32 on a CPU. ConfigError: it is no such folder, or holds no such weights.
     """
+    if raw and ema is not None:
+        raise ConfigError("ema= and raw= choose different weights: give one of the two")
     folder = Path(folder)
     device = torch.device(device) if device is not None else group.device()
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -48,8 +48,13 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     other exception of the system's own code passes through.
     """
     with torch.random.fork_rng(devices=[]):
-        with torch.device("meta"), _Unfilled():
-            weights = sum(weight.numel() for network in system.networks().values() for weight in network.parameters())
+        try:
+            with torch.device("meta"), _Unfilled():
+                networks = system.networks()
+        except (RuntimeError, TypeError):                         # a constructor that asks for values
+            networks = system.networks()
+        _require_parts(run.system, system, networks)
+        weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
         batch = _batch(run, source)
         few = max(values.numel() for values in batch.values()) <= _SAMPLES * _NUMBERS
@@ -80,13 +85,15 @@ def _check(run: Run, system: System, batch: dict[str, Tensor], encoding: torch.d
         networks = system.networks()
     for network in system.frozen():
         network.to(encoding)
+    tables = tuple(module.num_embeddings for network in networks.values() for module in network.modules()
+                   if isinstance(module, torch.nn.Embedding))
     remarks, parts = [], set()
     for step in (0, run.steps - 1):                               # an adversary may join later
         turns = system.turns(step)
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explained(f"{run.system}: encode", _ids(batch)):
+        with torch.no_grad(), _explained(f"{run.system}: encode", _ids(batch), encoding):
             example = system.encode(placed(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
@@ -98,16 +105,28 @@ def _check(run: Run, system: System, batch: dict[str, Tensor], encoding: torch.d
             for name, network in networks.items():                # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explained(place, ids):
+            with _explained(place, ids, learning, tables):
                 terms = system.loss(part, networks, example)
             _require_terms(place, terms, system.watched)
+            if run.every.evaluate and part == next(iter(system.parts)) and type(system).evaluate is System.evaluate:
+                system.evaluate(networks, example)
             if learning.type == "cpu" and not terms["loss"].isfinite():
                 remarks.append(f"{place}: the first one is {terms['loss'].item()}")
     return remarks
 
 
+def _require_parts(name: str, system: System, networks: dict[str, torch.nn.Module]) -> None:
+    """ConfigError: networks, parts, averages and turns that do not go together."""
+    parts = list(system.parts)
+    if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):
+        raise ConfigError(f"{name}: parts are {', '.join(parts)}, networks() gives {', '.join(networks)}, averaged are "
+                          f"{', '.join(system.averaged)}, turns are {', '.join(system.turns(0))}: name the same parts")
+
+
 def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
     """ConfigError: terms that the loop cannot descend or report."""
+    if not isinstance(terms, dict) or not all(map(torch.is_tensor, terms.values())):
+        raise ConfigError(f"{place} returns a {type(terms).__name__}: return a dict of tensors, its \"loss\" a scalar")
     if "loss" not in terms:
         raise ConfigError(f"{place} returns no \"loss\" (it returns {', '.join(terms) or 'nothing'}): return the "
                           "scalar to descend by that name")
@@ -130,17 +149,20 @@ def _ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _explained(place: str, ids: dict[str, Tensor]) -> Iterator[None]:
+def _explained(place: str, ids: dict[str, Tensor], device: torch.device,
+               tables: tuple[int, ...] = ()) -> Iterator[None]:
     """An id out of range becomes a ConfigError that says what ids there are; a need of values becomes _NotChecked."""
     try:
         yield
     except (IndexError, RuntimeError) as error:                   # also NotImplementedError, which is a RuntimeError
         line = str(error).partition("\n")[0]
-        if re.search(r"\bmeta\b", line):
+        if device.type == "meta" and re.search(r"\bmeta\b", line):
             raise _NotChecked(f"{place} ({line[:150]})") from error
         outside = _OUT_OF_RANGE.search(line)
         if not outside or outside[1] and not any((values == int(outside[1])).any() for values in ids.values()):
             raise                                                 # a bug, which no other data or table would mend
+        if not outside[1] and tables and not any(values.max() >= min(tables) for values in ids.values()):
+            raise                                                 # every table holds the ids of the data
         ranges = ", ".join(f"{name} {values.min()} to {values.max()}" for name, values in ids.items())
         raise ConfigError(f"{place}: an id lies outside of the table that it is looked up in ({line}). The first "
                           f"samples hold the ids {ranges or 'of no tensor'}. Enlarge the table in the model section "

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from dstrain.recipe import Samples
+from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import Request, System
 
 
@@ -19,6 +19,8 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
     from, repeated, too. None takes the choice of the recipe. ConfigError: the system does not take what is chosen.
     """
+    if num < 1:
+        raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
     if prompts is None and not labels:
         prompts = samples.prompts
     captions = None
@@ -31,6 +33,6 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
     return Request(seed + torch.arange(num), conditions, samples.num_steps if num_steps is None else num_steps,
-                   samples.sampler if sampler is None else sampler,
+                   system.sampler(samples.sampler if sampler is None else sampler) or None,
                    samples.guidance_scale if guidance_scale is None else guidance_scale,
                    samples.num_frames if num_frames is None else num_frames), captions

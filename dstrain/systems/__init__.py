@@ -10,12 +10,12 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, problems_of
-from dstrain.systems.base import System, SystemConfig
+from dstrain.systems.base import Kind, System, SystemConfig
 
 _GROUP = "dstrain.systems"
 
@@ -28,13 +28,16 @@ def names() -> list[str]:
 
 
 def learners(kind: str) -> list[str]:
-    """The systems that learn from a kind of data."""
-    return [name for name in names() if kind in config_class(name).learns_from]
+    """The systems of dstrain that learn from a kind of data."""
+    return [name for name in names() if name not in _entry_points() and kind in config_class(name).learns_from]
 
 
 def build(name: str, model: dict[str, Any]) -> System:
     """The system `name` of a model section. ConfigError: an unknown name or field, or a value out of range."""
-    return package(name).build(config(name, model))
+    system = package(name).build(config(name, model))
+    if not isinstance(system, System):
+        raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
+    return system
 
 
 def config(name: str, model: dict[str, Any]) -> SystemConfig:
@@ -57,10 +60,16 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 def package(name: str) -> ModuleType:
     """The package of a system. ConfigError: there is none, or it holds no system."""
+    if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
+        raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
     if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
         return importlib.import_module(f"{__name__}.{name}")
     if (point := _entry_points().get(name)) is not None:
-        module = point.load()
+        try:
+            module = point.load()
+        except Exception as error:
+            error.add_note(f"This is the entry point {name} = {point.value} of the group {_GROUP}.")
+            raise
     elif _can_be_imported(name):
         module = importlib.import_module(name)
     else:
@@ -71,13 +80,17 @@ def package(name: str) -> ModuleType:
     if missing:
         raise ConfigError(f"system: the package {name!r} has no {' and no '.join(missing)}, see "
                           "dstrain/systems/base.py; name one that holds a system")
+    kinds = getattr(module.Config, "learns_from", None)
+    if not (isinstance(kinds, tuple) and kinds and set(kinds) <= set(get_args(Kind))):
+        raise ConfigError(f"system: Config of {name} must be a SystemConfig with learns_from, a tuple of "
+                          f"{', '.join(get_args(Kind))}")
     return module
 
 
 def _can_be_imported(name: str) -> bool:
     """Whether there is such a package; what goes wrong within it while it is imported is a bug of its own."""
     try:
-        return all(word.isidentifier() for word in name.split(".")) and importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             return False

@@ -102,7 +102,7 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
-        """A batch of the right shapes and random content, for plan, bench and tests."""
+        """A batch of the right shapes and random content, for bench, export and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds.
@@ -119,11 +119,14 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss.
-
-        Curves (B, K) are averaged, too, and go to `digest`.
+        """Terms on held-out data, one value a sample (B,) each; by default those of the first part's loss, whose
+        loss_each is then `loss`. Curves (B, K) are averaged, too, and go to `digest`.
         """
-        return self.loss(next(iter(self.parts)), nets, example)
+        terms = self.loss(next(iter(self.parts)), nets, example)
+        if "loss_each" not in terms:
+            raise ConfigError(f"{type(self).__name__}: held-out data are measured by loss_each (B,), which the loss "
+                              "does not return: return it, or write `evaluate`")
+        return {name: term for name, term in terms.items() if term.ndim} | {"loss": terms["loss_each"]}
 
     def turns(self, step: int) -> tuple[str, ...]:
         """The parts that learn at `step`, in order."""
@@ -131,6 +134,8 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
+        if labels:
+            raise ConfigError(f"labels: {type(self).__name__} knows no classes; leave them out")
         return {}
 
     def accepts(self, source: Any) -> None:
@@ -147,7 +152,7 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
         return weight.ndim >= 2
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        """The repeated unit of the networks: what is compiled, recomputed and planned by."""
+        """The repeated unit of the networks: what is compiled and recomputed by."""
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:

@@ -1,4 +1,4 @@
-"""What a system may add to the dozen members that every system has, in groups. All have defaults; System inherits them.
+"""What a system may add to the members that every system has, in groups. All have defaults; System inherits them.
 
     Figures       beyond the held-out loss, and pictures beside the samples
     Stateful      small state that is no weight

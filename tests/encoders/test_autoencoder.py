@@ -105,7 +105,7 @@ def test_latent_dit(folder):
     images = system.sample(nets, Request(seeds=torch.arange(2), num_steps=2))
     assert images.shape == (2, 3, 32, 32) and images.dtype == torch.uint8
     assert system.frozen() == (system.first_stage,)
-    with pytest.raises(ValueError, match="in_channels: 3 in the recipe, 4 in the autoencoder"):
+    with pytest.raises(ValueError, match="in_channels: 3 in the recipe, 4 in autoencoder"):
         systems.build("dit", config | {"in_channels": 3})
     with pytest.raises(ValueError, match="first_stage.factor: 4 in the recipe, 8"):
         systems.build("dit", config | {"first_stage": {"path": str(folder), "factor": 4}})

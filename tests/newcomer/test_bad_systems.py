@@ -32,7 +32,16 @@ EDM = (ROOT / "tests" / "newcomer" / "edm" / "__init__.py").read_text()
 
 @pytest.mark.parametrize("text, run, message", [
     (None, {"system": "no_such_lab.edm"}, "system: 'no_such_lab.edm' is unknown; one of dit, "),
-    (None, {"system": "../edm"}, "system: '../edm' is unknown"),
+    (None, {"system": "../edm"}, "system: '../edm' is no name of a package"),
+    (EDM + "\nConfig = dict\n", {}, "Config of strange must be a SystemConfig with learns_from"),
+    (EDM.replace("return EDM(config)", "return 3"), {}, "build() of strange returns a int: return a System"),
+    (EDM.replace('averaged, samplers = ("denoiser",)', 'averaged, samplers = ("nett",)'), {}, "name the same parts"),
+    (EDM.replace('return {"loss": losses.mean(), "loss_each": losses.detach()}', "return losses.mean()"), {},
+     "loss of denoiser returns a Tensor: return a dict of tensors"),
+    (EDM.replace("    def sample(self", "    def sample_later(self"), {"every": {"sample": 1, "evaluate": 0}},
+     "every.sample=1: a EDM draws no samples"),
+    (EDM.replace("    def evaluate(self", "    def later(self").replace(', "loss_each": losses.detach()', ""),
+     {"every": {"evaluate": 1, "sample": 0}}, "measured by loss_each (B,), which the loss does not return"),
     ("x = 1\n", {}, "the package 'strange' has no Config and no build"),
     (EDM, {"model": {"wdith": 8}}, "model.wdith: there is no such key (did you mean model.width?)"),
     (EDM, {"model": {"image_size": 8}}, "data.image_size=16 and model.image_size=8 differ"),
