@@ -4,8 +4,7 @@ Of videos also their captions, and the states of a text encoder where one is nam
 
 Shards are dealt to the ranks in turn. Each is encoded in batches of one fixed shape, cut at the shard's own borders, so
 that its bytes depend neither on the number of ranks nor on what was there before. A shard is complete or absent. The
-same command again keeps the shards that are whole, makes the others, and ends with the same bytes. The format is
-described in dstrain/data/shards.py.
+same command again keeps the shards that are whole, makes the others, and ends with the same bytes. See data/shards.py.
 """
 
 import json

@@ -46,8 +46,7 @@ class GenerateOptions:
     batch: int = 16                            # pictures of one rank at a time
     out: Path | None = None                    # None: FOLDER/generated, of the last run
     pngs: bool = True                          # one file for each picture or clip, beside the grid and the .npz
-    # of systems that draw videos
-    num_frames: int | None = None              # of a clip or a scene, those included that are given
+    num_frames: int | None = None              # of a clip or a scene, with the frames that are given
     scenes: tuple[str, ...] | None = None      # texts of one long clip for each seed, instead of prompts
     prime: Path | None = None                  # clips or pictures to go on from, repeated to num
     prime_frames: int | None = None            # that are given, or go over from scene to scene

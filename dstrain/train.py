@@ -1,6 +1,4 @@
-"""Training, as four functions: set_up, loop with its take_step, finish. The only file that holds both what is learned
-and how it is sharded.
-"""
+"""Training: set_up, loop, take_step, finish. The only file that holds what is learned and how it is sharded."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -225,8 +223,7 @@ def show(training: Training, done: int) -> None:
 
 def evaluate(training: Training, done: int) -> float | None:
     """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
-    the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss of the EMA where
-    the best checkpoint is kept.
+    the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for save.best.
     """
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 

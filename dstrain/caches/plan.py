@@ -25,8 +25,7 @@ class EncodeOptions:
     out: Path                                  # folder of the shards
     run: Path | None = None                    # of a system that encodes, or its export as safetensors; or
     first_stage: str | None = None             # a diffusers AutoencoderKL: folder, or name on the hub
-    data: str | None = None                    # folder of images, of videos for a run that learned from videos, or
-                                               # builtin:...; None: the run's
+    data: str | None = None                    # folder of images or videos, or builtin:...; None: the run's
     split: str = "train"                       # train, held_out or all
     held_out: float | None = None              # share of the folder that is held out; None: the run's
     captions: str | None = None                # of videos: a captions file; None: the run's, for the run's data
@@ -35,8 +34,7 @@ class EncodeOptions:
     batch: int = 32                            # samples of one call of the first stage
     shard_size: int = 4096                     # samples
     dtype: str = "float16"                     # of latents and texts on the disk: float16 or float32
-    flip: bool = True                          # encode the mirrored images, too; videos never, since captions name
-                                               # directions
+    flip: bool = True                          # encode the mirrored images, too; never videos: captions name directions
     text_encoder: str | None = None            # of videos with captions: a folder, or name on the hub
     max_text_len: int | None = None            # text tokens; None: what the encoder takes
     ema: float | None = None                   # of a run: decay; None: its choice

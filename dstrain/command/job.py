@@ -41,8 +41,7 @@ class Job:
 def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
     """The checked job: recipe, overrides, model section, paths and DeepSpeed settings, then data and folder.
 
-    ConfigError: every problem that can be seen at this point. Data and folder are looked at where nothing else is
-    wrong, and on rank 0, since it takes time.
+    ConfigError: every problem that can be seen at this point. Data and folder are looked at last, and on rank 0.
     """
     world, device_type = world or group.place().world, device_type or group.device().type
     run, problems = checked(recipe.load(options.recipe, options.overrides))

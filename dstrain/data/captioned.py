@@ -2,8 +2,7 @@
 
 Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}. A tar file is never extracted: one
 pass over its headers finds where its members lie, and they are read by offset. Names in it are data, never paths. Only
-regular members are read; links, devices and sparse files are skipped, and a size in a header is believed no further
-than the file reaches.
+regular members are read; links, devices and sparse files are skipped, and sizes in headers are not believed.
 """
 
 import io

@@ -59,8 +59,7 @@ class Folder(Source):
     def _select(self, names: list[str], labels: np.ndarray, folders: tuple[str, ...], key: str, kind: str) -> None:
         """Takes the samples of the split from what `list_folder` returns; labels then index `classes`.
 
-        A name is held out by its hash, so that adding a file moves no other. ConfigError: a class folder is not among
-        the classes, or the split is empty.
+        A name is held out by its hash, so that adding a file moves no other. ConfigError: unknown class, empty split.
         """
         if self.classes:
             unknown = [name for name in folders if name not in self.classes]

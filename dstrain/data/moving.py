@@ -2,8 +2,7 @@
 
 A sample (see videos.py for what items hold) is a function of its index alone: which item, which of the five motions,
 how fast, from where. A straight motion covers 0.6 to 1 of the free length, which is the canvas without the item's side;
-a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. Positions may lie between
-pixels, where the item is blended.
+a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. Between pixels it is blended.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ place), so that resuming at any step is arithmetic: no state, no list, O(1) at a
 The permutation is a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite
 domains"). An index is written as (left, right) in Z_a x Z_b with a = ceil(sqrt(size)) and b = ceil(size / a). Each
 round adds a keyed hash of one half to the other, which is a bijection of the a * b pairs. A result outside of [0, size)
-goes through again until it lies inside; as a * b < size + a, hardly any does. The hash is the splitmix64 finalizer
-(Steele, Lea, Flood 2014).
+goes through again until it lies inside; as a * b < size + a, hardly any does. The hash: splitmix64 (Steele 2014).
 """
 
 import math

@@ -7,8 +7,7 @@ Items are {"video": uint8 (T, C, H, W), "frames": int, how many of the T are rea
     X.txt               beside X.mp4, for every clip
     class folders       the name of the folder
 
-In training, the sample's key chooses where in a longer video the window begins. Plain indexing, hence evaluation and
-encoding, takes the middle.
+In training, the sample's key chooses where in a longer video the window begins. Evaluation takes the middle.
 """
 
 import csv

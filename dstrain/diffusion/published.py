@@ -1,7 +1,6 @@
 """A chain as keyword arguments of diffusers' schedulers. The library itself is not imported here.
 
-Its schedulers compute in float32, from named betas or from a list; gaussian.py has tables in float64. Both describe the
-same chain, up to the rounding of float32.
+Its schedulers compute in float32, from named betas or from a list; gaussian.py in float64: the chain is the same.
 """
 
 from typing import Any

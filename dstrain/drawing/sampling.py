@@ -36,8 +36,7 @@ def draw(system: System, nets: Nets, request: Request, chunk: int,
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
     of them, (n, ...).
 
-    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks; `device`,
-    None for this rank's, is where those are.
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):

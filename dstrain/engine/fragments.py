@@ -77,8 +77,7 @@ class Shards(Index):
              shape: tuple[int, ...] | None = None) -> Tensor:
         """Elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
 
-        numel None: to the end. `shape`, unless None, is that of the reader's tensor. ConfigError: unknown name, another
-        shape, elements that no shard holds.
+        numel None: to the end; shape: the reader's. ConfigError: unknown name, another shape, elements in no shard.
         """
         if shape is not None and tuple(shape) != self.shape(name):
             raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "

@@ -48,8 +48,7 @@ def universal_info() -> dict[str, Any]:
 def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
     """Keeps back the errors of files that DeepSpeed cannot write, and raises the first at the end.
 
-    The ranks communicate between the files of a save_checkpoint: a rank whose disk is full must not leave in the
-    middle, or the others would wait for it.
+    The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
     """
     errors: list[OSError | RuntimeError] = []
 

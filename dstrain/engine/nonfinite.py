@@ -13,8 +13,7 @@
                 (track/meter.py). One sample's NaN in a term that is only reported stops nothing.
     Evaluation  leaves nothing out: a held-out mean is NaN if one sample is, and never the best checkpoint's score.
                 launch/evaluate.py writes null for it and counts such samples as nonfinite_samples.
-    Data        with values that are not finite is refused where it is read or made (data/rows.py, caches/embeddings.py,
-                adopt.py).
+    Data        with values that are not finite is refused where it is read (data/rows.py, caches/embeddings.py).
 """
 
 import math

@@ -10,8 +10,7 @@ from typing import Any
 from dstrain.engine import prepare_environment
 from dstrain.recipe import suggestion
 
-# Sections of DeepSpeed that dstrain does not support, and why or what instead. It refuses some of them itself, without
-# a word on what to do.
+# Sections of DeepSpeed that dstrain does not support, and why or what instead. Some it refuses itself.
 UNSUPPORTED = {
     "scheduler": "the recipe owns the learning rate: optimizer.schedule, optimizer.warmup",
     "torch_autocast": "networks compute in the precision of bf16 or fp16; enable one of these",

@@ -15,8 +15,7 @@ from dstrain.recipe import ConfigError
 def start(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
 
-    A rank that waits for others longer than `timeout_minutes` raises: they are gone, see group.lost. ConfigError: the
-    port is taken.
+    A rank that waits for others longer than `timeout_minutes` raises: see group.lost. ConfigError: a taken port.
     """
     prepare_environment()
     place = group.place()

@@ -39,8 +39,7 @@ class Span(NamedTuple):
 class Stored(NamedTuple):
     """A tensor where it lies. `strides`, in elements, only where they are not those of the shape; then one span.
 
-    Span and Stored are tuples because torch_files makes them while unpickling, and a hostile pickle can alter the
-    attributes of other objects.
+    Span and Stored are tuples because torch_files makes them while unpickling, and a pickle can alter other objects.
     """
 
     dtype: str
@@ -118,8 +117,7 @@ def split(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 
 def write_model(folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str],
                 progress: Callable[[int], Any]) -> dict[Path, dict[str, Any]]:
-    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced to the disk; size and hash
-    of each, as manifest.hash_files has them.
+    """Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of each.
     """
     files = split(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]

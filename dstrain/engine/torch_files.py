@@ -64,8 +64,7 @@ class Shell:
 
 
 class Content(NamedTuple):
-    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: the CRC-32
-    of every storage's bytes.
+    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: CRC-32s.
     """
 
     value: Any
@@ -176,8 +175,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Rebuild:
-    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them, and
-    so change how every later file is read.
+    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them.
     """
 
     __slots__ = ()

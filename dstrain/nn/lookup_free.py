@@ -15,8 +15,7 @@ The entropy of the mean, H(E p), is not a mean over samples, so no sample has a 
 cross-entropy, min_q -E sum_c p(c) log q(c). The minimum lies at q = E p, where both have the same gradient. So each
 sample's loss is its own cross-entropy to a fixed q (`diversity`), and q, a mean over recent global batches, moves once
 a step (`Usage`). With that a loss belongs to its sample, on any rank and in any micro-batch. For more than 2^10 codes p
-and q are taken over groups of bits: the sum of the groups' entropies is an upper bound of the whole entropy, and equal
-to it for d <= 10.
+and q are taken over groups of bits: the sum of the groups' entropies bounds the whole entropy (equal for d <= 10).
 """
 
 from typing import NamedTuple

@@ -56,8 +56,7 @@ def likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
 def histogram(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """The share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
-    The mean of rows over samples is the histogram of all samples, however they were batched. `counted` bool (B, ...) is
-    False where a token is padding.
+    The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.
     """
     flat = tokens.flatten(1)                                                                      # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()

@@ -76,8 +76,7 @@ def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
 class PictureLoss:
     """The perceptual distance and the adversary of a first stage; a section that is None leaves its part out.
 
-    Attributes: perceives, whether there is a perceptual term; adversarial, whether the discriminator takes part in the
-    step of the last call of `turns`.
+    Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator now.
     """
 
     def __init__(self, judge: Perceptual | None, discriminator: Discriminator | None,

@@ -2,8 +2,7 @@
 
 A handler only sets a flag; the ranks agree on it once a step, so that all save the same step and end together.
 DeepSpeed's launcher leaves its ranks running when it is killed. So a rank checks at each step that the launchers which
-started it still run; on another machine, where the first launcher cannot be seen, that its ssh session does. A second
-Ctrl-C ends at once, without saving.
+started it still run, or its ssh session on another machine. A second Ctrl-C ends at once, without saving.
 """
 
 import os

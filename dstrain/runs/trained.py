@@ -43,8 +43,7 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
           every: bool = False) -> dict[str, str]:
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
-    Parts without averages, such as a discriminator, only teach others: they are left out, unless `every` is wanted.
-    ConfigError: there is no such average.
+    Parts without averages, such as a discriminator, are left out unless `every`. ConfigError: no such average.
     """
     return {part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
             for part in system.parts if every or part in system.averaged}

@@ -23,8 +23,7 @@ What sharding asks of a system:
   module that owns weights or buffers set all of them in its `reset_parameters(self)`, called in its constructor, and
   let nobody change them afterwards, as torch's own layers and nn/layers.py do: ZeRO-3 then builds it in pieces, and
   the weights are a function of (seed, name). Set what `reset_parameters` reads before it is called.
-- A problem that a user can mend is raised as ConfigError, with the field and the remedy. Any other exception is a bug
-  and shows its traceback.
+- What a user can mend is a ConfigError with field and remedy. Any other exception is a bug and shows its traceback.
 """
 
 from abc import ABC, abstractmethod

@@ -1,12 +1,4 @@
-"""What a system may add to the members that every system has, in groups. All have defaults; System inherits them.
-
-    Figures       beyond the held-out loss, and pictures beside the samples
-    Stateful      small state that is no weight
-    Prompted      samples that begin from texts or pictures
-    Videos        samples that are videos
-    FirstStage    codes from which other systems learn
-    Imports       weights of published files and of diffusers
-"""
+"""What a system may add to the members that every system has, in groups. All have defaults, which System inherits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,6 @@
 """Means of what the losses report: summed on the device, reduced once a report.
 
-After edm2's training_stats.py: between reports nothing waits for the device. Sums are float64, so that a mean over a
-long interval is the mean of its values.
+After edm2's training_stats.py: between reports nothing waits for the device. Sums are float64, for long intervals.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,7 @@ class Meter:
     A term is one value per sample (B,), or a scalar, which counts as often as the batch has samples (once, where no
     per-sample term tells B). Values that are not finite enter no mean; they are counted. Two names are special:
     `quartile` int64 (B,) in 0..3 is the quarter of the timesteps in which a sample lies; by it the other per-sample
-    terms are also reported as NAME_q0 .. NAME_q3. `loss_each` (B,) is the loss by sample, reported as loss_q0 ..
-    loss_q3 alone.
+    terms are also reported as NAME_q0 .. NAME_q3. `loss_each` (B,) by sample is reported as loss_q0 .. loss_q3.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:

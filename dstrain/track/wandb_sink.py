@@ -2,8 +2,7 @@
 
 A thread of its own sends entries from a bounded queue; entries that do not fit are dropped and counted. Without a key
 or a network, or after an error, wandb runs offline or not at all; it never asks a question or ends the training.
-metrics.jsonl holds everything. Steps are logged as `train/step` and never passed as step=, since wandb drops entries of
-older steps, which come after a resume.
+metrics.jsonl holds everything. Steps are logged as `train/step` and never passed as step=, since wandb drops old steps.
 """
 
 import configparser
@@ -32,8 +31,8 @@ _FINISH_SECONDS = 10.0      # for the last uploads
 class WandbSink:
     """One run of wandb; its id stands in folder/wandb_id and is the same after a resume.
 
-    setting: the recipe's auto, online, offline or disabled; WANDB_MODE can make it quieter. note: gets the lines that a
-    person should read, a few in a run.
+    setting: the recipe's auto, online, offline or disabled; WANDB_MODE can make it quieter. note: gets the
+    few lines that a person should read.
     """
 
     def __init__(self, folder: Path, setting: str, *, name: str, project: str, entity: str | None,

@@ -122,8 +122,7 @@ def to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tenso
 def from_diffusers(state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config) -> fitting.Fitted:
     """A UNet2DModel's weights under our names, for `adapt`, and notes. diffusers_config: its config.json.
 
-    ConfigError: another class, a field that differs from the recipe's, or other timesteps than the recipe's. A missing
-    weight is left to `adapt` to report.
+    ConfigError: another class, a field that differs from the recipe's, or timesteps. `adapt` reports missing weights.
     """
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}

@@ -6,8 +6,7 @@ The decoder mirrors this. Neither half depends on later latent frames. So the be
 and pictures as in the whole clip, and padding at the end changes nothing: attention needs no mask for it.
 
 Notation: B clips, T = 1 + k p frames of C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid is
-t = 1 + k latent frames of h x w places; D = dim. phenaki-pytorch's LayerNorm on a patch, which removes its brightness,
-is left out.
+t = 1 + k latent frames of h x w places; D = dim. Without phenaki-pytorch's LayerNorm of patches.
 """
 
 from typing import NamedTuple
