@@ -30,7 +30,7 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     path: "builtin:fashion", or a folder as in folder.py. image_size: side of the square, pixels. channels: 1 (grey), 3
     (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of a folder
     that is held out; the built-in data have their own 500. held_out_path: a second folder, with the same classes, that
-    is the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. ConfigError: what is wrong.
+    is the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. ConfigError: a path.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
