@@ -43,7 +43,7 @@ class Tracker:
 
     def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0) -> None:
         if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("track.tensorboard=true needs the package tensorboard; pip install it, or write false")
+            raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
         self.folder, self._run = Path(folder), run
         self._meter = Meter(parts)
         self._first = group.rank() % group.world() == 0

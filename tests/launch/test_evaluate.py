@@ -179,7 +179,7 @@ WRONG = {
     "abbreviation": (["{run}", "--num", "3"], "--help shows what there is"),
     "a file for a folder": (["{run}", "--out", "{run}/run.yaml"], "name a folder that can be written"),
     "nothing held out": (["{all}"], "--data FOLDER, take those it was trained on with --split train, or train with "
-                                    "data.held_out=0.05 or data.held_out_path=FOLDER"),
+                                    "data.held_out=0.05"),
     "too little held out": (["{few}"], "leaves no image of 20 for the held_out split"),
     "missing data": (["{run}", "--data", "{strange}/x"],
                      "--data {strange}/x: does not exist; give a folder of images\n"),
