@@ -44,8 +44,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     Call it on rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
     Torch's random state, the run's folder and the source stay as they are.
 
-    ConfigError: terms that do not keep the contract of `System.loss`, or ids in the data that are out of range. Any
-    other exception of the system's own code passes through.
+    ConfigError: terms that break the contract of `System.loss`, ids out of range. Other exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -60,6 +59,8 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
         few = max(values.numel() for values in batch.values()) <= _SAMPLES * _NUMBERS
         encoding, learning = (torch.device("cpu" if few and count <= _WEIGHTS or not count else "meta")
                               for count in (frozen, weights + frozen))
+        if learning.type == "meta" and not next(next(iter(networks.values())).parameters()).is_meta:
+            return [f"{run.system}: not checked, since its constructors need values, and the model is large"]
         try:
             remarks = _check(run, system, batch, encoding, learning)
         except _NotChecked as error:
@@ -71,7 +72,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
 
 
 def _batch(run: Run, source: Any) -> dict[str, Tensor]:
-    """The first samples that training takes. What cannot be read is replaced, and training itself lists it."""
+    """The first samples that training takes. What cannot be read is replaced."""
     with warnings.catch_warnings(), Batches(source, global_batch=_SAMPLES, micro_batch=_SAMPLES, seed=run.seed,
                                             max_bad_fraction=1.0, flip=run.data.flip) as batches:
         warnings.filterwarnings("ignore", "cannot be read, replaced")
@@ -161,8 +162,8 @@ def _explained(place: str, ids: dict[str, Tensor], device: torch.device,
         outside = _OUT_OF_RANGE.search(line)
         if not outside or outside[1] and not any((values == int(outside[1])).any() for values in ids.values()):
             raise                                                 # a bug, which no other data or table would mend
-        if not outside[1] and tables and not any(values.max() >= min(tables) for values in ids.values()):
-            raise                                                 # every table holds the ids of the data
+        if not outside[1] and tables and all(values.max() < min(tables) for values in ids.values()):
+            raise                                                 # likewise: every table holds the ids of the data
         ranges = ", ".join(f"{name} {values.min()} to {values.max()}" for name, values in ids.items())
         raise ConfigError(f"{place}: an id lies outside of the table that it is looked up in ({line}). The first "
                           f"samples hold the ids {ranges or 'of no tensor'}. Enlarge the table in the model section "
