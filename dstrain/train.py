@@ -16,9 +16,9 @@ from dstrain.data.spread import Spread
 from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
 from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.nonfinite import SkippedSteps
 from dstrain.engine.saver import Saver
 from dstrain.engine.settings import remarks
 from dstrain.engine.start import start
@@ -51,7 +51,7 @@ class Training:
     stops: Stops
     tracker: Tracker
     throughput: Throughput
-    skipped: SkippedSteps
+    course: Course                   # trouble, and how often the run went back
     first: int                       # the step that it begins with
 
     def close(self) -> None:
@@ -62,14 +62,16 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], from_scratch: bool = False) -> int:
+def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, step: int | None = None,
+          trust_pickle: bool = False) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint; returns an exit code, DONE or STOPPED.
 
-    from_scratch: an earlier run in the folder is moved aside first.
+    from_scratch: an earlier run in the folder is moved aside first. step: goes on from that checkpoint; newer ones are
+    moved aside. trust_pickle: DeepSpeed's own files are read, which runs what is pickled in them.
     """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     with lock:
-        training = set_up(run, settings, from_scratch)
+        training = set_up(run, settings, from_scratch, step, trust_pickle)
         try:
             done = loop(training)
             finish(training, done)
@@ -83,59 +85,104 @@ def train(run: Run, settings: dict[str, Any], from_scratch: bool = False) -> int
 
 def loop(training: Training) -> int:
     """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
-    run, every, done = training.run, training.run.every, training.first
-    engines, tracker, saver, throughput = training.engines, training.tracker, training.saver, training.throughput
-    for step in range(training.first, run.steps):
-        take_step(step, run, training.system, engines, training.batches, tracker)
-        training.ema.update(step, engines.applied())
-        training.skipped.count(all(engines.applied().values()))   # raises where too many in a row change nothing
-        done = step + 1
-        saver.look()                                              # reports a save that has ended meanwhile
+    run, every, done, stop = training.run, training.run.every, training.first, False
+    engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
+    catch_up(training, done)
+    while done < run.steps and not stop:
+        losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift)
+        applied = engines.applied()
+        training.ema.update(done, applied)
+        done += 1
+        training.saver.look()                                     # reports a save that has ended meanwhile
+        if trouble := course.trouble(done, all(applied.values()), losses):
+            done = go_back(training, done, trouble)               # raises where there is no way back
+            continue
         stop = group.agree(training.stops.requested())            # a signal anywhere stops everyone together
         last = stop or done == run.steps
         if stop:
             training.stops.settle()
         if due(every.report, done) or last:
-            tracker.report(done, throughput.figures(done) | {"skipped": training.skipped.total} | engines.figures())
-        if due(every.sample, done, last) and not stop:
+            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
+            tracker.report(done, throughput.figures(done) | counts | engines.figures())
+        if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate)):
             with throughput.paused():
-                show(training, done)
-        loss, best = None, False
-        if training.held_out and due(every.evaluate, done, last) and not stop:
-            with throughput.paused():
-                loss = evaluate(training, done)
-                best = loss is not None and saver.improves(loss)
-        if due(every.save, done) or last or best:
-            with throughput.paused():
-                training.saves.save(done, last, loss)             # training goes on while it is written
-        if stop:
-            break
+                record(training, done, stop)
     return done
 
 
-def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:
-    """One optimizer step: every micro-batch, every network whose turn it is."""
+def record(training: Training, done: int, stop: bool) -> None:
+    """Saves, draws and evaluates what is due after a step.
+
+    The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its loss.
+    """
+    run, every, last = training.run, training.run.every, stop or done == training.run.steps
+    evaluates = training.held_out and due(every.evaluate, done, last) and not stop
+    loss = evaluate(training, done) if evaluates and run.save.best else None
+    best = loss is not None and training.saver.improves(loss)
+    routine = (due(every.save, done) or best) and not training.course.state.in_a_row
+    if routine or last:
+        training.saves.save(done, last, loss, routine)            # training goes on while it is written
+    if due(every.sample, done, last) and not stop:
+        show(training, done)
+    if evaluates and not run.save.best:
+        evaluate(training, done)
+
+
+def catch_up(training: Training, done: int) -> None:
+    """Draws and evaluates what was due at the step that a run goes on from, where it was killed before that."""
+    every, last = training.run.every, done == training.run.steps
+    drawn, evaluated = training.tracker.holds(done)
+    if done and not drawn and due(every.sample, done, last):
+        show(training, done)
+    if done and not evaluated and training.held_out and due(every.evaluate, done, last):
+        evaluate(training, done)
+
+
+def go_back(training: Training, done: int, trouble: str) -> int:
+    """From trouble to the newest checkpoint from before it, past the batches that led there; returns its step.
+
+    FloatingPointError: there is none, or the run has gone back faults.max_rollbacks times.
+    """
+    step = training.saves.go_back(done, trouble)
+    training.batches.extend(training.run.steps + training.course.shift)
+    training.tracker.go_back(step)
+    training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
+    training.throughput.begin(step)
+    return step
+
+
+def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any,
+              shift: int = 0) -> dict[str, list[Tensor]]:
+    """One optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
+
+    It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`.
+    """
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
     watched: list[dict[str, Tensor]] = []
-    for micro, batch in enumerate(batches.at(step)):              # batch["key"]: randomness belongs to a sample
+    losses: dict[str, list[Tensor]] = {}
+    for micro, batch in enumerate(batches.at(step + shift)):      # batch["key"]: randomness belongs to a sample
+        if shift:
+            batch["step"] = batch["step"] - shift                 # for schedules of the system's own
         with torch.no_grad():
             example = system.encode(batch)                        # frozen encoders; building one draws random weights
-        rng.seed_torch(run.seed, step, micro * group.world() + group.rank())     # dropout is torch's own
+        rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())     # dropout is torch's own
         for part in system.turns(step):                           # ("denoiser",) or ("autoencoder", "discriminator")
             with engines.turn(part) as nets:                      # this part is live, the others are bare and frozen
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])                # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
+            losses.setdefault(part, []).append(terms["loss"])
             if own := {name: terms.pop(name) for name in system.watched if name in terms}:
                 watched.append(own | {"position": batch["position"]})
             tracker.add(part, terms)
     if watched:                                                   # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
         system.observe(group.in_order(rows.pop("position"), rows))
+    return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
-    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint."""
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | None, trust_pickle: bool) -> Training:
+    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `step`."""
     folder = run.directory
     start(run.faults.timeout_minutes)
     hosts.check(run, settings)                                    # before anything is moved or written
@@ -151,34 +198,41 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
     notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
+    course = Course(run.faults)
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
-                        saved=lambda step: folders.note_saved(folder, step))
-    first = begin(run, engines, ema, saves, system, notes)
+                        lambda step: folders.note_saved(folder, step), course, trust_pickle)
+    first = begin(run, engines, ema, saves, system, notes, step)
     if group.rank() == 0:
         folders.write_down(run, settings, system.fingerprint(source))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
-                      max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps)
+                      max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps + course.shift)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for note in notes:
         tracker.note(note)
     saves.saver.report = tracker.note
-    throughput, skipped = Throughput(run, first, lambda: batches.wait_seconds), SkippedSteps(run, engines.skipped())
+    throughput = Throughput(run, first, lambda: batches.wait_seconds)
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
-                    micro, stops, tracker, throughput, skipped, first)
+                    micro, stops, tracker, throughput, course, first)
 
 
-def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
-    """Weights from the newest checkpoint, else from `init_from`, else as initialized; the step to go on from."""
+def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str],
+          request: int | None) -> int:
+    """Weights from the newest checkpoint or that of step `request`, else from `init_from`, else as initialized; the
+    step to go on from.
+    """
     try:
-        step = saves.resume()
+        step = saves.resume(request)
     except ConfigError:
         print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
         raise
     if step > run.steps:
         raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
                           "steps=, or begin anew with --from-scratch")
+    if request is not None and group.rank() == 0:
+        folders.set_newer_aside(run.directory, step)
+    group.barrier()
     if step == 0:
         if run.init_from is not None:
             for part, (values, changed) in fitted(run.init_from, system).items():

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrain.command.arguments import Parser
+from dstrain.command.arguments import Parser, positive
 from dstrain.command.ending import run_main
 from dstrain.command.job import Job, JobOptions, checked, prepare
 from dstrain.recipe import ConfigError, Run, dump, load, nearby
@@ -32,6 +32,9 @@ usage:  [deepspeed [--hostfile FILE]] {script} [options] [key=value ...]
   --print-config       print the whole recipe and the DeepSpeed settings, start nothing
   --from-scratch       begin anew; what the folder holds is moved aside, into earlier_N/
   --allow-change       resume although the recipe changes what the run is
+  --step N             go on from checkpoint N; newer ones are moved aside, into
+                       earlier_N/. For one command: typed again it does so again
+  --trust-pickle       resume from DeepSpeed's own files, and run what they hold
   --deepspeed, --local_rank N     accepted from launchers
   -h, --help           this text
 
@@ -61,7 +64,8 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
     parser = Parser(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG))
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
-    for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--deepspeed"):
+    parser.add_argument("--step", type=positive)
+    for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--trust-pickle", "--deepspeed"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(argv)
@@ -74,7 +78,8 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
                 raise ConfigError(f"{override} stands alone: write {option} {override}")
     return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
                       _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
-                      parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change)
+                      parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change, parsed.step,
+                      parsed.trust_pickle)
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dstrain import recipe, systems
 from dstrain.engine import settings
+from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders
@@ -27,6 +28,8 @@ class JobOptions:
     print_config: bool = False
     from_scratch: bool = False
     allow_change: bool = False
+    step: int | None = None                  # the checkpoint to go on from; None: the newest
+    trust_pickle: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,22 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
         raise ConfigError(f"data.path={run.data.path} has {classes} classes, model.num_classes={known}: labels would "
                           f"be out of range; write model.num_classes={classes}")
     remarks = _initial_weights(run, system, options)
+    _check_step(run, options)
     folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch, allow_change=options.allow_change)
     return remarks if options.print_config else remarks + probe(run, system, source)
+
+
+def _check_step(run: Run, options: JobOptions) -> None:
+    """ConfigError: --step names no checkpoint of the folder."""
+    if options.step is None:
+        return
+    if options.from_scratch:
+        raise ConfigError(f"--step {options.step} and --from-scratch: give one of the two")
+    store = Store(run.directory / "checkpoints")
+    steps = sorted({*store.steps(), *store.put_aside()})
+    if options.step not in steps:
+        raise ConfigError(f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
+                          f"{', '.join(map(str, steps)) or 'none'}")
 
 
 def _require_samples(run: Run, system: System) -> None:

@@ -84,6 +84,10 @@ class Batches(AbstractContextManager):
                 self._next = step + 1
             yield batch
 
+    def extend(self, steps: int) -> None:
+        """Reads on up to another last step, from the next call of `at`."""
+        self._steps, self._next = steps, -1
+
     def close(self) -> None:
         """Ends the workers; `at` may be called again."""
         if self._release is not None:

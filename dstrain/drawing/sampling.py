@@ -134,7 +134,8 @@ def score(system: System, nets: Nets, batches: Iterable[Batch],
     """Means over held-out samples of the system's evaluation terms, the same for any world size.
 
     A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
-    means of terms (B, K), such as the use of each token.
+    means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean so;
+    `nonfinite_samples` is the number of such samples, unless it is 0.
     """
     means = Means()
     for batch in batches:
@@ -146,4 +147,6 @@ def score(system: System, nets: Nets, batches: Iterable[Batch],
     result = means.result()
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
-    return dict(sorted(result["figures"].items())) | system.digest(result["curves"])
+    bad = result["nonfinite_samples"]                                    # a mean that such a sample enters is NaN
+    figures = dict(sorted(result["figures"].items())) | system.digest(result["curves"])
+    return figures | ({"nonfinite_samples": bad} if bad else {})

@@ -3,11 +3,13 @@
     PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, exp_avg, exp_avg_sq, ema.DECAY
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
-                                       for its tools; they resume at the same stage and number of ranks only
+                                       for its tools; they resume at the same stage and number of ranks only, and are
+                                       unpickled, so never without --trust-pickle
+    manifest.json                      extra: score, kind (store.py) and the run's course (course.py)
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
-number of ranks is the ordinary case. Nothing is pickled. No random states are kept: every random number is a function
-of the seed, the step and the sample (dstrain/rng.py).
+number of ranks is the ordinary case. Nothing else is pickled. No random states are kept: every random number is a
+function of the seed, the step and the sample (dstrain/rng.py).
 """
 
 import json
@@ -16,19 +18,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.engine import contents
+from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, shard_name
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
-from dstrain.engine.nonfinite import check_weights
+from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.saver import Entries, Saver
-from dstrain.engine.store import Store
+from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Save
 
@@ -45,20 +48,26 @@ class Checkpoints:
     """The checkpoints in `folder` of these engines, averages and small state; every method on all ranks together."""
 
     def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
-                 report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None):
-        self.store = Store(folder, save.keep, save.keep_every)
+                 report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None,
+                 course: Course | None = None, trust_pickle: bool = False):
+        self.store = Store(folder, save.keep, save.keep_every, contents.check)
+        self.course = course or Course()
         self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
         self._engines = engines
         self._ema = ema
         self._system = system
+        self._trust_pickle = trust_pickle
 
-    def resume(self) -> int:
-        """Loads the newest checkpoint that verifies; returns its step, 0 if the folder has no checkpoint.
+    def resume(self, step: int | None = None) -> int:
+        """Loads the newest checkpoint that verifies, or that of `step`; returns its step, 0 if there is no checkpoint.
 
-        ConfigError: none of the folder's checkpoints verifies, or the newest does not fit these networks.
+        ConfigError: none of the folder's checkpoints verifies, there is none of `step`, or it does not fit these
+        networks, or is DeepSpeed's own and not trusted.
         """
+        if step is not None:
+            return self._resume_from(step)
         steps = group.from_first(self.store.steps())
         if not steps:
             return 0
@@ -66,21 +75,63 @@ class Checkpoints:
         if newest is None:
             raise ConfigError(f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
                               "above, restore one, or begin anew with --from-scratch")
-        self.saver.newest, path = newest
-        self.load(path)
+        self._take_up(*newest)
         return self.saver.newest
 
-    def save(self, step: int, last: bool = False, score: float | None = None) -> None:
+    def _resume_from(self, step: int) -> int:
+        steps, aside = group.from_first((self.store.steps(), self.store.put_aside()))
+        if step not in steps:
+            if step not in aside:
+                listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"
+                raise ConfigError(f"--step {step}: {self.store.folder} holds no such checkpoint; it holds {listed}")
+            self.store.take_back(step)
+        newest = self.store.newest(self.saver.report, among=[step])
+        if newest is None:
+            raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
+        self._take_up(*newest)
+        return step
+
+    def _take_up(self, step: int, path: Path) -> None:
+        self.load(path)
+        self.saver.newest = step
+        self.course.state = contents.course(path)
+
+    def go_back(self, done: int, trouble: str) -> int:
+        """From trouble after `done` steps to the newest good checkpoint from before it; returns its step.
+
+        Newer ones are put aside. FloatingPointError: there is none, or the run has gone back often enough.
+        """
+        course = self.course
+        self.saver.settle()
+        steps = self.store.good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
+        if course.rollbacks >= course.faults.max_rollbacks:
+            reason = f"The run has gone back {course.rollbacks} times (faults.max_rollbacks)"
+        elif (newest := self.store.newest(self.saver.report, among=steps)) is None:
+            reason = "No checkpoint from before that is left to go back to"
+        elif (newest[1] / "deepspeed").is_dir() and not self._trust_pickle:
+            reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
+        else:
+            step, path = newest
+            self.load(path)
+            course.go_back(done, step, contents.course(path).model_dump())
+            self.store.set_aside(step)
+            self.saver.newest = step
+            return step
+        raise FloatingPointError(f"{trouble}. {reason}. {advice(self.store)}")
+
+    def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
         """Saves `step`, atomically: beside training, or before this returns if it is the run's `last`.
 
-        A save that fails is reported, and training goes on. The save of the lowest score is kept longest.
+        A save that fails is reported, and training goes on. The save of the lowest score is kept longest. `routine`:
+        the recipe asks for it at this step, so that the run would save it whether it is stopped or not.
 
         FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
         """
-        check_weights(self._engines.masters, step, self.store.folder)
-        common = self._common()
+        check_weights(self._engines.masters, step, self.store)
+        common, course = self._common(), self.course.state
+        extra = {"kind": TROUBLE if course.in_a_row else ROUTINE if routine else STOP, "course": course.model_dump()}
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
-                        need_bytes=self._bytes(), score=score, last=last)
+                        need_bytes=self._bytes(), score=score, last=last, extra=extra)
 
     def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and moments."""
@@ -128,10 +179,11 @@ class Checkpoints:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
-        """Reads a checkpoint of any world size and stage into these engines."""
-        with safe_open(path / COMMON, "pt") as file:
-            common = {name: file.get_tensor(name) for name in file.keys()}
-            counters = json.loads(file.metadata()["counters"])
+        """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile."""
+        if (path / "deepspeed").is_dir() and not self._trust_pickle:
+            raise ConfigError(f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
+                              "you know where they come from, give --trust-pickle")
+        common, counters = load_file(path / COMMON), contents.counters(path)
         if counters.keys() != self._engines.keys():
             raise ConfigError(f"{path} holds the networks {', '.join(counters)}; this run trains "
                               f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch")
@@ -172,7 +224,7 @@ class Checkpoints:
         masters.publish()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
-        """Reads DeepSpeed's own files; their bytes have been verified against our manifest before the unpickling."""
+        """Reads DeepSpeed's own files; `contents.check` and the store have verified them before the unpickling."""
         world, own_stage = manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
             raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "

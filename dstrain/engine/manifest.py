@@ -5,9 +5,12 @@ The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so t
 
 import hashlib
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from dstrain.disk import sealed
 from dstrain.recipe import ConfigError
@@ -16,20 +19,61 @@ NAME = "manifest.json"
 CONSOLIDATED = "consolidated.json"                           # of launch/consolidate.py: hashes of its files, and more
 _BLOCK = 1 << 26
 _THREADS = 4                # for each rank; hashlib releases the interpreter's lock
+_MOST = 1 << 26             # bytes of a manifest: 150 for each file, and a rank writes one for each part
+
+
+class _Entry(BaseModel):
+    size: NonNegativeInt
+    hash: str
+
+
+class _Body(BaseModel):
+    """What a manifest says. Any program can seal any body, so that a hash alone proves no types."""
+
+    files: dict[str, _Entry]
+    step: NonNegativeInt
+    world: PositiveInt
+    extra: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+
+    @field_validator("files")
+    @classmethod
+    def _below(cls, files: dict[str, _Entry]) -> dict[str, _Entry]:
+        for path in map(PurePosixPath, files):
+            if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+                raise ValueError(f"{str(path)!r} is no path below the checkpoint's folder")
+        return files
 
 
 def manifest(path: str | os.PathLike) -> dict:
     """The manifest of a checkpoint's folder: files, step, world, versions, extra.
 
-    ConfigError: it is missing, truncated or altered. The files themselves are not compared with it.
+    ConfigError: it is missing, truncated or altered, no plain file, or lacks an entry. The files themselves are not
+    compared with it.
     """
     try:
-        body = sealed.parse((Path(path) / NAME).read_bytes())
+        body = sealed.parse(_read(Path(path) / NAME))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     if body is None:
         raise ConfigError(f"{NAME} is truncated or altered")
-    return body
+    try:
+        return {**_Body.model_validate(body, strict=True).model_dump(), **body}
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{NAME} is malformed: {'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}") from None
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a plain file of a manifest's size. Of a pipe or a device nothing is read: it may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)          # a pipe without a writer is waited for otherwise
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{NAME} is no plain file")
+        if status.st_size > _MOST:
+            raise ConfigError(f"{NAME} has {status.st_size} bytes, which no manifest has")
+        return file.read(_MOST)
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
@@ -79,17 +123,21 @@ class Digest:
 
 
 def faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """What is wrong with the named files, compared with the manifest's entries {name: {size, hash}}."""
+    """What is wrong with the named files, compared with the manifest's entries {name: {size, hash}}.
+
+    Only plain files of the right size are read: a file may claim to have no end.
+    """
     try:
-        actual = hash_files(folder, [name for name in names if (folder / name).is_file()])
+        sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+        actual = hash_files(folder, [name for name, size in sizes.items() if size == listed[name]["size"]])
     except OSError as error:
         return [f"{type(error).__name__}: {error}"]
     problems = []
     for name in names:
-        if name not in actual:
+        if name not in sizes:
             problems.append(f"{name} is missing")
-        elif (size := actual[name]["size"]) < listed[name]["size"]:
-            problems.append(f"{name} is truncated to {size} of {listed[name]['size']} bytes")
-        elif actual[name] != listed[name]:
+        elif sizes[name] < listed[name]["size"]:
+            problems.append(f"{name} is truncated to {sizes[name]} of {listed[name]['size']} bytes")
+        elif actual.get(name) != listed[name]:
             problems.append(f"{name} has altered bytes")
     return problems

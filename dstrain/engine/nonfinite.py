@@ -5,27 +5,29 @@
                 loss scale as well. At stage 0 in fp32 it would apply the step, so `step` below checks first. Two
                 settings of DeepSpeed switch its check off; settings.remarks says so at the start.
     The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
-                them in a row `SkippedSteps` raises FloatingPointError, which ends the run with exit code 3
-                (command/ending.py): its checkpoints are finite, and the user must change something.
-    A save      of weights that are not finite is refused by `check_weights`, with FloatingPointError too: it would push
-                out the good checkpoints. Such weights come from settings without the check, or from damaged memory.
+                them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
+                Where that does not help, FloatingPointError ends it with exit code 3 (command/ending.py): its
+                checkpoints are finite, and the user must change something.
+    A save      that is due while steps are skipped is left out. One because the run is stopped then is marked, and
+                pushes out no good one (store.py). A save of weights that are not finite is refused by `check_weights`,
+                with FloatingPointError. Such weights come from settings without the check, or from damaged memory.
     Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
                 (track/meter.py). One sample's NaN in a term that is only reported stops nothing.
-    Evaluation  leaves nothing out: a held-out mean is NaN if one sample is, and never the best checkpoint's score.
-                launch/evaluate.py writes null for it and counts such samples as nonfinite_samples.
+    Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
+                of such samples as nonfinite_samples, in training as by launch/evaluate.py. A score that is not finite
+                is never the best checkpoint's, and a finite one always improves on it (saver.py, store.py).
     Data        with values that are not finite is refused where it is read (data/rows.py, caches/embeddings.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dstrain.engine.masters import Masters
+from dstrain.engine.store import Store
 from dstrain.ranks import group
-from dstrain.recipe import Run
 
 
 def step(masters: Masters) -> None:
@@ -42,36 +44,25 @@ def step(masters: Masters) -> None:
         masters.skip_step()
 
 
-class SkippedSteps:
-    """The steps of a run that were not applied; `before` of them before it was resumed."""
-
-    def __init__(self, run: Run, before: int = 0):
-        self._run = run
-        self.total, self._in_a_row = before, 0
-
-    def count(self, applied: bool) -> None:
-        """Takes note of a step. FloatingPointError after more than faults.max_skipped in a row were not applied."""
-        if applied:
-            self._in_a_row = 0
-            return
-        self.total += 1
-        self._in_a_row += 1
-        if self._in_a_row > self._run.faults.max_skipped:
-            raise FloatingPointError(
-                f"{self._in_a_row} steps in a row had gradients that are not finite, and were skipped; the checkpoints "
-                f"in {self._run.directory} are finite. Lower optimizer.lr, set optimizer.clip, or use bf16 in place of "
-                "fp16, and give the same command with --allow-change")
+def advice(store: Store) -> str:
+    """What to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
+    steps, aside = store.steps(), store.put_aside()
+    change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
+    if not steps and not aside:
+        return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"
+    listed = ", ".join(map(str, steps)) + (f" (put aside: {', '.join(map(str, aside))})" if aside else "")
+    return (f"{store.folder} holds the steps {listed}. {change}, and give the same command with --allow-change; "
+            "--step N goes on from an earlier one of these, and --from-scratch begins anew")
 
 
-def check_weights(masters: Mapping[str, Masters], step: int, folder: Path) -> None:
-    """FloatingPointError on every rank if an fp32 weight on any rank is not finite. `folder` holds the checkpoints.
+def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
+    """FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the checkpoints.
 
     Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
     finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
     if group.agree(not finite):
-        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved; {folder} holds earlier "
-                                 "ones that are. Lower optimizer.lr or set optimizer.clip")
+        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advice(store)}")
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -5,12 +5,14 @@ seals the files, and communicates over a process group of its own. One save is u
 end of the run wait for it. A save that fails is reported, older checkpoints stay whole, and training goes on.
 """
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dstrain.engine.snapshot import Entry, Snapshot
 from dstrain.engine.store import Store
@@ -28,6 +30,7 @@ class _Pending:
 
     step: int
     score: float | None
+    extra: dict[str, Any]                    # what else its manifest gets
     began: float
     waited: float = 0.0                      # seconds that training stood still for it
     seconds: float = 0.0                     # from its beginning to its end
@@ -57,15 +60,15 @@ class Saver:
         self._failures = 0                   # in a row
 
     def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], None], *, need_bytes: int,
-             score: float | None, last: bool) -> None:
-        """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it.
+             score: float | None, last: bool, extra: dict[str, Any] | None = None) -> None:
+        """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
 
         `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
         which the third attempt is waited for, or a failure of the `last` save.
         """
         began = time.perf_counter()
         self.settle()
-        pending = _Pending(step, score, began)
+        pending = _Pending(step, score, extra or {}, began)
         at_once = last or self._failures == _MAX_FAILURES - 1
         copies = None if at_once else self._copies(entries)
         if copies is None:
@@ -126,12 +129,12 @@ class Saver:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def improves(self, score: float) -> bool:
-        """Whether a score is lower than those of all checkpoints so far, a pending one included."""
+        """Whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
         best, pending = self.store.best(), self._pending
         scores = [best[1]] if best else []
-        if pending is not None and pending.score is not None and not (pending.ended.is_set() and pending.error):
+        if pending is not None and _finite(pending.score) and not (pending.ended.is_set() and pending.error):
             scores.append(pending.score)
-        return group.from_first(all(score < earlier for earlier in scores))
+        return group.from_first(_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
         """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
@@ -159,7 +162,7 @@ class Saver:
 
     def _run(self, pending: _Pending, write: Callable[[Path], None], need_bytes: int) -> None:
         try:
-            self.store.save(pending.step, write, extra={"score": pending.score}, need_bytes=need_bytes)
+            self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error
             if pending.error is None and group.rank() == 0:
                 try:
@@ -171,6 +174,10 @@ class Saver:
         finally:
             pending.seconds = time.perf_counter() - pending.began
             pending.ended.set()
+
+
+def _finite(score: float | None) -> bool:
+    return score is not None and math.isfinite(score)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,20 +2,23 @@
 
     FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
     FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
+    FOLDER/step_00000500.aside/ behind which a run has gone back; kept until a step as late is whole again
     FOLDER/newest               a hint for people and scripts; resume does not trust it
     FOLDER/best                 likewise a hint: the step of the lowest score in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
-Every method but steps() is called on all ranks and has the same outcome on all of them, whatever fails on any one; all
-ranks share the folder. What the files hold is not known here.
+Every method but steps() and put_aside() is called on all ranks and has the same outcome on all of them, whatever fails
+on any one; all ranks share the folder. What the files hold is known to `check` alone.
 """
 
 import itertools
+import math
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +29,23 @@ from dstrain.disk import atomic
 from dstrain.disk.sealed import render
 from dstrain.engine.manifest import NAME, faults, hash_files, manifest
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotSaved
 
+_ASIDE = ".aside"
+ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"        # kinds of checkpoints, see Store.commit
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
 
 class Store:
-    """Checkpoints in `folder`: the newest `keep`, multiples of `keep_every` and the best one.
+    """Checkpoints in `folder`: the newest `keep`, the newest `keep` routine ones, multiples of `keep_every`, the best.
 
-    After a call that did not succeed `error` says why, on all ranks.
+    After a call that did not succeed `error` says why, on all ranks. `check` raises, on rank 0, where files that are
+    those of the manifest hold what their reader cannot use.
     """
 
-    def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0) -> None:
-        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+    def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0,
+                 check: Callable[[Path], None] = lambda path: None) -> None:
+        self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
@@ -83,7 +90,9 @@ class Store:
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
         here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
-        checkpoint with the lowest extra["score"] is the best one.
+        checkpoint with the lowest extra["score"] is the best one. extra["kind"] is ROUTINE, as where it is absent: made
+        by the recipe's own clock; STOP: made because the run was stopped there, so that it deletes no routine one; or
+        TROUBLE: made while steps were not applied, so that it deletes nothing good and goes when a newer one is whole.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
@@ -103,23 +112,29 @@ class Store:
         return True
 
     def best(self) -> tuple[int, float] | None:
-        """The step of the lowest extra["score"], the first where some are equal, and that score."""
-        scored = []
-        for step in self.steps():
-            try:
-                score = manifest(self._path(step))["extra"].get("score")
-            except (OSError, ValueError):
-                continue
-            if score is not None and step not in self.damaged:
-                scored.append((score, step))
+        """The step of the lowest finite extra["score"], the first where some are equal, and that score."""
+        scored = [(float(score), step) for step, extra in self._extras().items()
+                  if isinstance(score := extra.get("score"), (int, float)) and math.isfinite(score)]
         return min(scored)[::-1] if scored else None
 
-    def newest(self, report: Callable[[str], None] = print) -> tuple[int, Path] | None:
-        """The newest step whose every file verifies, and its folder; None without any.
+    def good(self, before: int, bad_from: int | None = None) -> list[int]:
+        """Steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is no other.
+
+        bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
+        """
+        kinds = {step: extra.get("kind", ROUTINE) for step, extra in group.from_first(self._extras()).items()}
+        by_kind = [[step for step, kind in kinds.items() if kind == wanted and step <= before]
+                   for wanted in (ROUTINE, STOP)]
+        if bad_from is not None and max(by_kind[0] or by_kind[1], default=None) == bad_from:
+            by_kind = [[step for step in steps if step < bad_from] for steps in by_kind]
+        return by_kind[0] or by_kind[1]
+
+    def newest(self, report: Callable[[str], None] = print, among: list[int] | None = None) -> tuple[int, Path] | None:
+        """The newest step whose every file verifies, and its folder; None without any. `among`: only of these.
 
         Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
-        for step in sorted(group.from_first(self.steps()), reverse=True):
+        for step in sorted(group.from_first(self.steps()) if among is None else among, reverse=True):
             reason = self.fault(step)
             if reason is None:
                 return step, self._path(step)
@@ -130,8 +145,30 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending, whether they verify or not."""
-        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name))
+        return self._named("")
+
+    def put_aside(self) -> list[int]:
+        """Steps that `set_aside` has put aside, ascending."""
+        return self._named(_ASIDE)
+
+    def set_aside(self, after: int) -> None:
+        """Puts all steps after `after` aside. The newest goes first: a crash then leaves an earlier state of the run.
+
+        NotSaved: it cannot be done.
+        """
+        def rename() -> None:
+            for step in reversed([step for step in self.steps() if step > after]):
+                shutil.rmtree(self._path(step, _ASIDE), ignore_errors=True)         # of an earlier time
+                os.rename(self._path(step), self._path(step, _ASIDE))
+            atomic.sync_folder(self.folder)
+            self._point("newest", after)
+
+        if reason := self._on_first(rename):
+            raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
+
+    def take_back(self, step: int) -> None:
+        """Gives a step that was put aside its name again."""
+        self._on_first(lambda: os.rename(self._path(step, _ASIDE), self._path(step)))
 
     def fault(self, step: int) -> str | None:
         """Why a step does not verify, None when it does; each rank reads its share of the files."""
@@ -149,7 +186,20 @@ class Store:
         share = largest_first[group.rank() % group.world()::group.world()]
         problems = list(itertools.chain.from_iterable(group.objects(faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return ", ".join(problems[:3]) + more or None
+        return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
+
+    def _named(self, suffix: str) -> list[int]:
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
+
+    def _extras(self) -> dict[int, dict]:
+        """manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
+        extras = {}
+        for step in self.steps():
+            if step not in self.damaged:
+                with suppress(OSError, ValueError):
+                    extras[step] = manifest(self._path(step))["extra"]
+        return extras
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
@@ -185,17 +235,20 @@ class Store:
         atomic.write(self.folder / pointer, f"{self._path(step).name}\n")
 
     def _delete_outdated(self) -> None:
-        """Keeps a damaged step only until a newer one is whole."""
+        """Keeps a step that is damaged, or of trouble, only until a newer one is whole."""
         best = self.best()
         if best:
             self._point("best", best[0])
-        steps = self.steps()
-        whole = [step for step in steps if step not in self.damaged]
-        keep = {best and best[0], *whole[-self.keep:]}
-        keep.update(step for step in whole if self.keep_every and step % self.keep_every == 0)
-        for step in steps:
-            if step not in keep and step < max(whole, default=0):
-                os.rename(self._path(step), self._path(step, ".gone.tmp"))     # a crash must not leave half a step_N
+        steps, kinds = self.steps(), {step: extra.get("kind", ROUTINE) for step, extra in self._extras().items()}
+        good = [step for step, kind in kinds.items() if kind != TROUBLE]
+        routine = [step for step in good if kinds[step] != STOP]
+        keep = {best and best[0], *good[-self.keep:], *routine[-self.keep:]}
+        keep.update(step for step in good if self.keep_every and step % self.keep_every == 0)
+        newest = max(kinds, default=0)
+        outdated = [(step, "") for step in steps if step not in keep and step < newest]
+        for step, suffix in outdated + [(step, _ASIDE) for step in self.put_aside() if step <= newest]:
+            # A crash must not leave half a step_N.
+            os.rename(self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp"))
         for gone in self.folder.glob("step_*.tmp"):
             shutil.rmtree(gone)
 

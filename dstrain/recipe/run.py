@@ -200,7 +200,9 @@ class Track(Section):
 
 
 class Faults(Section):
-    max_skipped: PositiveInt = 20            # non-finite steps in a row after which the run ends
+    max_skipped: PositiveInt = 20            # non-finite steps in a row; one more is trouble: engine/course.py
+    spike: Annotated[float | None, Field(gt=1)] = None     # a loss above so many running medians is trouble; None: none
+    max_rollbacks: Count = 3                 # times that a run goes back from trouble, before it ends; 0: none
     orphan_check: bool = True                # save and end when the launcher has gone
     # A rank that waits longer for another ends. Listing data, compiling and saving, while others wait, take less.
     timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30

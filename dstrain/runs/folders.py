@@ -5,7 +5,7 @@
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
     metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
-    earlier_N/         what --from-scratch moved aside       stop             make this file to stop the run
+    earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
 """
 
 import fcntl
@@ -151,9 +151,28 @@ def note_saved(folder: Path, step: int) -> None:
 def set_aside(folder: Path) -> None:
     """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing."""
     if old := [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]:
-        number = 1 + sum(1 for _ in folder.glob("earlier_*"))
-        while (folder / f"earlier_{number}").exists():
-            number += 1
-        (folder / f"earlier_{number}").mkdir()
+        earlier = _new_earlier(folder)
         for path in old:
-            path.rename(folder / f"earlier_{number}" / path.name)
+            path.rename(earlier / path.name)
+
+
+def set_newer_aside(folder: Path, step: int) -> None:
+    """Moves checkpoints after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
+    newer = [path for path in (folder / "checkpoints").glob("step_*") if (number := path.name[5:].partition(".")[0])
+             and number.isdecimal() and int(number) > step and path.suffix != ".tmp"]
+    if newer:
+        earlier = _new_earlier(folder)
+        (earlier / "checkpoints").mkdir()
+        if (folder / "metrics.jsonl").is_file():
+            shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
+        for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
+            path.rename(earlier / "checkpoints" / path.name)
+        note_saved(folder, step)
+
+
+def _new_earlier(folder: Path) -> Path:
+    number = 1 + sum(1 for _ in folder.glob("earlier_*"))
+    while (folder / f"earlier_{number}").exists():
+        number += 1
+    (folder / f"earlier_{number}").mkdir()
+    return folder / f"earlier_{number}"

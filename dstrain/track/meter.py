@@ -47,6 +47,10 @@ class Meter:
             size = next(iter(shapes.values()), (1,))[0]
             self._accumulate((part, (), scalars, False), values, None, size)
 
+    def clear(self) -> None:
+        """Forgets what was added since the last report."""
+        self._sums = {}
+
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
         finite = values.isfinite()
         values = torch.where(finite, values, 0)      # before any product, since NaN times 0 is NaN

@@ -15,9 +15,10 @@ class Throughput:
     def __init__(self, run: Run, first: int, waited: Callable[[], float]):
         self._run = run
         self._waited = waited
-        self._begin(first)
+        self.begin(first)
 
-    def _begin(self, done: int) -> None:
+    def begin(self, done: int) -> None:
+        """Begins an interval after `done` steps."""
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
 
     @contextmanager
@@ -40,7 +41,7 @@ class Throughput:
         figures = {"lr": self._run.optimizer.lr_at(done - 1, self._run.steps), "images_seen": done * batch,
                    "samples_per_second": (done - self._done) * batch / seconds,
                    "data_wait": (self._waited() - self._waited_before) / seconds, "peak_memory_gb": _peak_memory()}
-        self._begin(done)
+        self.begin(done)
         return figures
 
 

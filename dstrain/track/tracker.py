@@ -123,6 +123,29 @@ class Tracker:
         if self._board is not None:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
+    def go_back(self, step: int) -> None:
+        """Forgets what was reported of later steps, which are trained anew."""
+        self._meter.clear()
+        if not self._first:
+            return
+        try:
+            _drop_after(self.folder / "metrics.jsonl", step)
+        except OSError as error:
+            self._fault("metrics.jsonl", error)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def holds(self, done: int) -> tuple[bool, bool]:
+        """Whether pictures and held-out figures of a step are written already; on all ranks together."""
+        drawn = evaluated = False
+        if self._first and done:
+            drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
+            path = self.folder / "metrics.jsonl"
+            names = [name for entry in (read_metrics(path) if path.is_file() else ()) if entry["step"] == done
+                     for name in entry]
+            evaluated = any(name.startswith("held_out/") for name in names)
+        return group.from_first((drawn, evaluated))
+
     def model(self, done: int, write: Callable[[Path], None]) -> None:
         """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""
         if not (self._first and self._run.track.artifact and self._wandb.on):

@@ -1,0 +1,55 @@
+"""What the small files of a checkpoint must hold, beyond being those of its manifest: any program can seal any files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
+from safetensors import safe_open
+
+from dstrain.engine.course import State, parse
+from dstrain.engine.fragment_files import COMMON, shard_name
+from dstrain.engine.manifest import NAME, manifest
+from dstrain.recipe import ConfigError
+
+
+class _Counters(BaseModel):
+    """What common.safetensors says of a part."""
+
+    updates: NonNegativeInt
+    skipped: NonNegativeInt
+    stage: NonNegativeInt
+    scaler: dict[str, float | int]
+
+
+def counters(path: Path) -> dict[str, dict[str, Any]]:
+    """The counters of each part. ValueError: they are missing or malformed."""
+    with safe_open(path / COMMON, "pt") as file:
+        values = json.loads((file.metadata() or {}).get("counters", "null"))
+    try:
+        TypeAdapter(dict[str, _Counters]).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("counters", *first["loc"])))
+        raise ConfigError(f"{COMMON} is malformed: {where}: {first['msg']}") from None
+    return values
+
+
+def course(path: Path) -> State:
+    """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
+    skipped = max((part["skipped"] for part in counters(path).values()), default=0)
+    return parse(manifest(path)["extra"].get("course", {"skipped": skipped}))
+
+
+def check(path: Path) -> None:
+    """ConfigError: a checkpoint whose bytes are those of its manifest is none that `load` could read.
+
+    Every file that it would read is listed, so verified; any program can seal any manifest.
+    """
+    course(path)
+    body, parts = manifest(path), list(counters(path))
+    required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
+    present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
+    present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
+    if unlisted := sorted((required | present) - body["files"].keys()):
+        raise ConfigError(f"{unlisted[0]} is not in {NAME}")
