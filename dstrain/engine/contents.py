@@ -19,7 +19,7 @@ class _Counters(BaseModel):
     updates: NonNegativeInt
     skipped: NonNegativeInt
     stage: NonNegativeInt
-    scaler: dict[str, float | int]
+    scaler: dict[str, float | bool | None]
 
 
 def counters(path: Path) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,6 @@ class Brittle(System):
         for after, number in ((self.config.kill_after, signal.SIGKILL), (self.config.stop_after, signal.SIGTERM)):
             if after and self.taken == after:
                 os.kill(os.getpid(), number)
-        self.taken += 1
         return ("first", "second")
 
     def clean(self, nets: Nets, example: Example) -> Terms:
@@ -89,6 +88,7 @@ class Brittle(System):
         return {"loss": losses.mean(), "loss_each": losses.detach()}
 
     def observe(self, rows: dict[str, Tensor]) -> None:
+        self.taken += 1
         self.history = torch.cat((self.history[1:], rows["loss_seen"].mean()[None].cpu()))
 
     def state_dict(self) -> dict[str, Tensor]:

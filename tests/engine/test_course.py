@@ -1,0 +1,75 @@
+"""The course of a run without its engines: when there is trouble, and which batch a step learns from."""
+
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain.engine.course import _LEAST, WINDOW, Course, parse
+from dstrain.recipe import ConfigError, Faults
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(0, 9))
+def test_skipped_steps_are_counted_and_bounded(steps, most, before):
+    """Oracle: the number of Falses; the first of more than `most` Falses in a row is trouble."""
+    course = Course(Faults(max_skipped=most))
+    course.state = parse({"skipped": before})
+    in_a_row, total = 0, before
+    for done, applied in enumerate(steps, 1):
+        in_a_row, total = (0, total) if applied else (in_a_row + 1, total + 1)
+        trouble = course.trouble(done, applied, {})
+        assert (course.state.skipped, course.state.in_a_row) == (total, in_a_row)
+        assert (trouble is not None) == (in_a_row > most)
+        if trouble:
+            assert trouble.startswith(f"{most + 1} steps in a row") and course.before(done) == done - most - 1
+            return
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.0625, 8, width=32), min_size=1, max_size=2 * WINDOW), st.sampled_from([1.5, 3.0, 20.0]))
+def test_a_loss_above_the_running_median(losses, spike):
+    """Oracle: statistics.median of the last WINDOW losses; without faults.spike nothing is kept."""
+    course, silent = Course(Faults(spike=spike)), Course()
+    for done, loss in enumerate(losses, 1):
+        window = losses[max(0, done - 1 - WINDOW):done - 1]
+        above = len(window) >= _LEAST and loss > spike * median(window)
+        each = {"net": [torch.tensor(loss - 0.03125), torch.tensor(loss + 0.03125)]}
+        assert silent.trouble(done, True, each) is None and silent.state.losses == {}
+        if abs(loss - spike * median(window or [0])) < 1e-3:
+            return                                           # rounding of the mean decides
+        assert (course.trouble(done, True, each) is not None) == above
+        if above:
+            assert course.before(done) == done - 1 and len(course.state.losses["net"]) == len(window)
+            return
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_the_data_never_go_back(events):
+    """Oracle: a counter: each step learns from the batch after the last, whatever was gone back from, resumed or saved."""
+    course, done, batch, saved = Course(), 0, 0, {0: Course().state.model_dump()}
+    for event in events:
+        assert done + course.shift == batch
+        done, batch = done + 1, batch + 1
+        if event == 1:
+            saved[done] = course.state.model_dump()
+        if event == 2:                                       # trouble: the newest one
+            step = max(saved)
+            course.go_back(done, step, saved[step])
+            done = step
+        if event == 3 and len(saved) > 1:                    # and the one before it
+            saved.pop(max(saved))
+            course.go_back(done, max(saved), saved[max(saved)])
+            done = max(saved)
+    assert course.rollbacks == len(course.state.rollbacks) and parse(course.state.model_dump()) == course.state
+
+
+@pytest.mark.parametrize("saved", [[], {"shift": "x"}, {"shift": -1}, {"rollbacks": [[1]]}, {"losses": {"net": ["a"]}},
+                                   {"losses": []}, {"skipped": None}, 3, None])
+def test_a_malformed_course_is_refused(saved):
+    """Oracle: ConfigError, and no other."""
+    with pytest.raises(ConfigError, match="course is malformed"):
+        parse(saved)

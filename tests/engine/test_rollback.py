@@ -1,0 +1,185 @@
+"""Runs that meet trouble: they go back, pass over what led there, and end with the same bits however they are disturbed.
+
+The runs are of tests/support/brittle.py: two networks, and images whose place in the stream of batches is known.
+"""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dstrain.disk import sealed
+from dstrain.engine.manifest import NAME, hash_files, manifest
+from dstrain.engine.store import Store
+from tests.support import brittle
+from tests.support.launch import launch
+from tests.support.runs import files, finish, metrics, train
+
+pytestmark = pytest.mark.slow
+
+BAD = ("faults.max_skipped=2", "faults.max_rollbacks=5", "faults.spike=20")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[Path, Path]:
+    """The recipe of data with four bad places, and the folder of its run on 2 ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("rollback")
+    recipe = brittle.prepare(folder, white=[12, 13, 14, *range(22, 28)], black=[45])
+    finish(train(folder / "whole", 2, *BAD, recipe=recipe))
+    return recipe, folder / "whole"
+
+
+def course(folder: Path, step: int) -> dict:
+    return manifest(folder / "checkpoints" / f"step_{step:08d}")["extra"]["course"]
+
+
+def test_bad_data_are_passed_over(undisturbed):
+    """Oracle: the steps by hand: three bad batches, six that need two ways back, one high loss; one rank within 1e-6."""
+    recipe, two = undisturbed
+    one = two.with_name("one")
+    finish(train(one, 2, *BAD, recipe=recipe, num=1))
+    for folder in (one, two):
+        end = course(folder, 40)
+        # Batches 12-14 are steps 13-15. From step 10 and batch 15 on, batches 22-24 are steps 18-20; from step 15 on,
+        # 25-27 are steps 16-18, and no newer checkpoint is there: back to 10. Batch 45 is then step 28.
+        assert end["rollbacks"] == [[15, 10], [20, 15], [18, 10], [28, 25]] and end["shift"] == 5 + 5 + 8 + 3
+        assert end["skipped"] == end["in_a_row"] == 0
+        lines = metrics(folder)
+        assert [line["step"] for line in lines] == list(range(5, 41, 5)) and lines[-1]["rollbacks"] == 4
+        assert all(line["first/loss"] < 1 and "nonfinite" not in line for line in lines)
+        log = (folder / "log.txt").read_text()
+        assert log.count(": back from step ") == 4 and "back from step 18 to step 10, and past the 8 batches" in log
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+            "newest", "step_00000035", "step_00000040"]
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_killed_and_stopped_in_trouble(undisturbed):
+    """Oracle: the undisturbed run: the same bits after kill -9 while steps are skipped, after a stop there, after each
+    kind of way back.
+    """
+    recipe, whole = undisturbed
+    folder = whole.with_name("killed")
+
+    def go_on(*words: str, code: int) -> None:
+        finish(train(folder, 2, *BAD, "save.asynchronous=false", *words, recipe=recipe), code=code)
+
+    go_on("model.kill_after=14", code=247)                       # at step 15, after two that are skipped
+    assert Store(folder / "checkpoints").steps() == [5, 10]
+    go_on("model.kill_after=5", code=247)                        # from step 10: at the first step behind the way back
+    assert Store(folder / "checkpoints").steps() == [5, 10]
+    go_on("model.stop_after=3", code=75)                         # from step 10: at step 14, the second that is skipped
+    assert Store(folder / "checkpoints").steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
+    assert manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
+    go_on("model.kill_after=14", code=247)                       # behind the second and third way back
+    assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
+    go_on("model.stop_after=1", code=75)                         # from step 10: a stop where all is well
+    assert Store(folder / "checkpoints").steps() == [10, 12]
+    go_on("model.stop_after=0", "model.kill_after=0", code=0)
+    assert files(folder, 40) == files(whole, 40) and metrics(folder) == metrics(whole)
+    assert course(folder, 40) == course(whole, 40)
+
+
+def test_trouble_without_end(tmp_path):
+    """Oracle: the shipped bound of three ways back; then exit code 3, whole checkpoints, and the way that it names."""
+    recipe = brittle.prepare(tmp_path, white=range(12, 80))
+    folder = tmp_path / "run"
+    words = ("every.save=2", "save.keep=6", "faults.max_skipped=2")
+    output = finish(train(folder, 1, *words, recipe=recipe, num=1), code=3)
+    assert "3 steps in a row had gradients that are not finite" in output and "has gone back 3 times" in output
+    assert "holds the steps 2, 4, 6, 8 (put aside: 10, 12)" in output and "--step N" in output
+    assert "Traceback" not in output
+    aside = hash_files(folder / "checkpoints" / "step_00000012.aside", sorted(files(folder, 8)))
+    store = Store(folder / "checkpoints")
+    assert all(store.fault(step) is None for step in store.steps())
+    output = finish(train(folder, 1, *words, "--step", "11", recipe=recipe, num=1), code=2)
+    assert "--step 11" in output and "it holds 2, 4, 6, 8, 10, 12" in output
+    finish(train(folder, 1, *words, "--step", "10", "steps=12", recipe=recipe, num=1))
+    assert files(folder, 12) == aside
+    assert [path.name for path in (folder / "earlier_1" / "checkpoints").iterdir()] == ["step_00000012.aside"]
+    output = finish(train(tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", recipe=recipe, num=1), code=3)
+    assert "No checkpoint from before that is left" in output and "holds no checkpoint" in output
+    assert "--from-scratch" in output and "--step" not in output
+
+
+def test_from_an_older_checkpoint(undisturbed):
+    """Oracle: the undisturbed run: from a step before the last it ends with the same bits, as often as it is typed."""
+    recipe, whole = undisturbed
+    folder = whole.with_name("older")
+    shutil.copytree(whole, folder)
+    before = files(whole, 40)
+    for number in (1, 2):
+        finish(train(folder, 2, *BAD, "--step", "35", recipe=recipe))
+        assert files(folder, 40) == before and metrics(folder) == metrics(whole)
+        earlier = folder / f"earlier_{number}"
+        assert hash_files(earlier / "checkpoints" / "step_00000040", sorted(before)) == before
+        assert [line["step"] for line in metrics(earlier)] == list(range(5, 41, 5))
+
+
+def test_a_rate_that_is_too_high(tmp_path):
+    """Oracle: finding C2: a learning rate of 1000 ends with 3; --step, a lower rate and --allow-change go on."""
+    folder, words = tmp_path / "run", ("every.sample=0", "every.save=5", "save.keep=4", "faults.max_skipped=5")
+    finish(train(folder, 2, *words, "steps=10", num=1))
+    output = finish(train(folder, 2, *words, "steps=60", "optimizer.lr=1000", "--allow-change", num=1), code=3)
+    assert "--step N" in output and "--allow-change" in output and "5, 10" in output
+    finish(train(folder, 2, *words, "steps=20", "--step", "5", "--allow-change", num=1))
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [5, 10, 15, 20] and all(line["loss"] < 2 for line in lines)
+
+
+class Payload:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def reseal(path: Path) -> None:
+    """Seals whatever the folder of a checkpoint holds, as an attacker would."""
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file() and file.name != NAME]
+    (path / NAME).write_bytes(sealed.render({**manifest(path), "files": hash_files(path, names)}))
+
+
+def test_nothing_is_unpickled_unasked(tmp_path):
+    """Oracle: a payload that would make a file: not where it is sealed into a checkpoint, without --trust-pickle; with
+    it DeepSpeed's own files resume, and the run goes back to them.
+    """
+    recipe, folder, mark = brittle.prepare(tmp_path, white=[12, 13, 14]), tmp_path / "run", tmp_path / "executed"
+    words = ("save.format=deepspeed", "faults.max_skipped=2")
+    finish(train(folder, 2, *words, "steps=10", recipe=recipe, num=1))
+    good = folder.with_name("good")
+    shutil.copytree(folder, good)
+    victim = folder / "checkpoints" / "step_00000010"
+    (next((victim / "deepspeed" / "first").glob("mp_rank*.pt"))).write_bytes(pickle.dumps(Payload(mark)))
+    reseal(victim)
+    output = finish(train(folder, 2, *words, "steps=20", recipe=recipe, num=1), code=2)
+    assert "give --trust-pickle" in output and "Traceback" not in output and not mark.exists()
+    plain = tmp_path / "plain"
+    finish(train(plain, 2, "steps=5", recipe=recipe, num=1))
+    victim = plain / "checkpoints" / "step_00000005" / "deepspeed" / "first"
+    victim.mkdir(parents=True)
+    (victim / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Payload(mark)))
+    reseal(victim.parents[1])
+    output = finish(train(plain, 2, "steps=6", recipe=recipe, num=1), code=2)
+    assert "give --trust-pickle" in output and not mark.exists()
+    output = finish(train(good, 2, *words, "steps=20", "--trust-pickle", recipe=recipe, num=1))
+    assert "back from step 15 to step 10" in output and "complete: 20 steps" in output
+    (good / "checkpoints" / "step_00000020" / "deepspeed" / "first" / "more.pt").write_bytes(pickle.dumps(Payload(mark)))
+    output = finish(train(good, 2, *words, "steps=21", "--trust-pickle", recipe=recipe, num=1))
+    assert "deepspeed/first/more.pt is not in manifest.json" in output and not mark.exists()
+
+
+def test_live_engines_go_back_exactly(tmp_path):
+    """Oracle: a fresh process that resumes from that checkpoint with that shift: the same bits at every stage."""
+    launch("tests/engine/check_rollback.py", tmp_path, num=1, timeout=1500)
+    figures = {name: place for world in (1, 2) for name, place in
+               json.loads((tmp_path / f"figures-{world}.json").read_text()).items()}
+    assert len(figures) == 8 + 5 + 8 + 2
+    for name, place in figures.items():
+        assert place["skipped"] and place["losses"] and place["applied"] and place["count"] == 0, name
+        assert place["begun"] == place["differ"] == [], name
+        assert len(place["parts"]) == (1 if "iddpm" in name or "dvae" in name else 2), name
