@@ -23,16 +23,15 @@ from dstrain.engine.saver import Saver
 from dstrain.engine.settings import remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
+from dstrain.ranks.endings import DONE, STOPPED
 from dstrain.ranks.stops import Stops
+from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
 from dstrain.track.tracker import Tracker
-
-DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
-
 
 @dataclass(frozen=True)
 class Training:
@@ -49,6 +48,7 @@ class Training:
     held_out: Source | None
     micro: int                       # samples of a rank in one call of the networks
     stops: Stops
+    watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
     skipped: SkippedSteps
@@ -68,12 +68,14 @@ def train(run: Run, settings: dict[str, Any], from_scratch: bool = False) -> int
     from_scratch: an earlier run in the folder is moved aside first.
     """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
-    with lock:
-        training = set_up(run, settings, from_scratch)
+    limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
+    with lock, Watchdog(run.directory, *limits) as watchdog:
+        training = set_up(run, settings, from_scratch, watchdog)
         try:
             done = loop(training)
             finish(training, done)
         except RuntimeError as error:
+            watchdog.lost(error)
             training.tracker.note(group.fall(error))
             raise
         finally:
@@ -86,6 +88,7 @@ def loop(training: Training) -> int:
     run, every, done = training.run, training.run.every, training.first
     engines, tracker, saver, throughput = training.engines, training.tracker, training.saver, training.throughput
     for step in range(training.first, run.steps):
+        training.watchdog.at(step + 1)
         take_step(step, run, training.system, engines, training.batches, tracker)
         training.ema.update(step, engines.applied())
         training.skipped.count(all(engines.applied().values()))   # raises where too many in a row change nothing
@@ -98,14 +101,17 @@ def loop(training: Training) -> int:
         if due(every.report, done) or last:
             tracker.report(done, throughput.figures(done) | {"skipped": training.skipped.total} | engines.figures())
         if due(every.sample, done, last) and not stop:
+            training.watchdog.at(done, "samples of step")
             with throughput.paused():
                 show(training, done)
         loss, best = None, False
         if training.held_out and due(every.evaluate, done, last) and not stop:
+            training.watchdog.at(done, "evaluation of step")
             with throughput.paused():
                 loss = evaluate(training, done)
                 best = loss is not None and saver.improves(loss)
         if due(every.save, done) or last or best:
+            training.watchdog.at(done, "save of step")
             with throughput.paused():
                 training.saves.save(done, last, loss)             # training goes on while it is written
         if stop:
@@ -134,10 +140,11 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
         system.observe(group.in_order(rows.pop("position"), rows))
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint."""
     folder = run.directory
     start(run.faults.timeout_minutes)
+    watchdog.talk()
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
     if group.rank() == 0 and from_scratch:
@@ -166,7 +173,7 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
     saves.saver.report = tracker.note
     throughput, skipped = Throughput(run, first, lambda: batches.wait_seconds), SkippedSteps(run, engines.skipped())
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
-                    micro, stops, tracker, throughput, skipped, first)
+                    micro, stops, watchdog, tracker, throughput, skipped, first)
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str]) -> int:
@@ -191,6 +198,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
 def finish(training: Training, done: int) -> None:
     """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks."""
     run, tracker, saved = training.run, training.tracker, training.saver.newest
+    training.watchdog.at(done, "end at step")
     if training.first < saved == run.steps:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
