@@ -1,4 +1,4 @@
-"""A supervisor: starts a training command again until the run is complete, whichever launcher the command begins with."""
+"""A supervisor: starts a training command again until its run is complete, whatever launcher it begins with."""
 
 import ctypes
 import os
@@ -58,9 +58,9 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
-            saved = folders.last_saved(self._folder)
+            saved = _saved(self._folder)
             code = self._start(words)
-            now = folders.last_saved(self._folder)
+            now = _saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
                 return code if code >= 0 else 128 - code
@@ -72,7 +72,8 @@ class _Supervisor:
                 break
             pause = min(self._options.backoff * 2 ** fruitless, _LONGEST)
             words = self._again()
-            self._say(f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: {shlex.join(words)}")
+            self._say(f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: "
+                      f"{shlex.join(words)}")
             self._wait(pause)
             if self._signal:
                 break
@@ -89,7 +90,7 @@ class _Supervisor:
             noted = endings.noted(file.name)
         if self._signal and endings.STOPPED in noted:
             return endings.STOPPED
-        if code == endings.DONE and folders.last_saved(self._folder) < self._run.steps:
+        if code == endings.DONE and _saved(self._folder) < self._run.steps:
             code = endings.BUG                                       # deepspeed, whose own child was killed
         # torchrun turns every code into 1, and so does deepspeed after a signal.
         return next((number for number in endings.DELIBERATE if number in noted), code) if code == endings.BUG else code
@@ -129,12 +130,12 @@ class _Supervisor:
 
     def _traces(self) -> tuple[set[str], int]:
         """What changes in the folder when --from-scratch or --step moves its files aside, or a step is saved."""
-        return {path.name for path in self._folder.glob("earlier_*")}, folders.last_saved(self._folder)
+        return {path.name for path in self._folder.glob("earlier_*")}, _saved(self._folder)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on to the command's process group. A rank takes a second SIGINT for an order to end at once,
+        """Passes a signal on to the command's process group.
 
-        and some launchers send it one of their own: the first Ctrl-C becomes SIGTERM.
+        The first Ctrl-C becomes SIGTERM: a rank ends at the second SIGINT without saving, and torchrun would send that.
         """
         first, self._signal = self._signal is None, number
         if number in (signal.SIGINT, signal.SIGHUP) and first:
@@ -160,6 +161,12 @@ class _Supervisor:
                     file.write(line + "\n")
             except OSError as error:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
+
+
+def _saved(folder: Path) -> int:
+    """The last step that is whole. A rank may have died between its checkpoint's end and what notes it down."""
+    names = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
+    return max([folders.last_saved(folder), *(int(name) for name in names if name.isdigit())])
 
 
 def _reason(code: int) -> str:

@@ -17,9 +17,10 @@ usage:  python launch/keep.py [options] -- deepspeed [...] launch/train.py [...]
   --restart-on-stop     also after exit code 75: stopped and saved
   -h, --help            this text
 
-Behind -- stands the command as you would type it, with any launcher: deepspeed [--hostfile FILE], torchrun, srun, python.
-It is not started again after wrong input (2), divergence (3), a stop on purpose (75), a signal to keep.py (which is
-passed on), and four starts in a row that have saved no step. Restarts are listed in RUN/restarts.log.
+Behind -- stands the command as you would type it, with any launcher: deepspeed
+[--hostfile FILE], torchrun, srun, python. It is not started again after wrong input (2),
+divergence (3), a stop on purpose (75), a signal to keep.py, which is passed on, and four
+starts in a row that have saved no step. Restarts are listed in RUN/restarts.log.
 """
 
 
