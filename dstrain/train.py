@@ -23,16 +23,15 @@ from dstrain.engine.saver import Saver
 from dstrain.engine.settings import remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
+from dstrain.ranks.endings import DONE, STOPPED
 from dstrain.ranks.stops import Stops
+from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
 from dstrain.track.tracker import Tracker
-
-DONE, STOPPED = 0, 75       # exit codes; 75 is EX_TEMPFAIL: stopped early and saved, the same command goes on
-
 
 @dataclass(frozen=True)
 class Training:
@@ -49,6 +48,7 @@ class Training:
     held_out: Source | None
     micro: int                       # samples of a rank in one call of the networks
     stops: Stops
+    watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
     course: Course                   # trouble, and how often the run went back
@@ -70,12 +70,14 @@ def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, step: 
     moved aside. trust_pickle: DeepSpeed's own files are read, which runs what is pickled in them.
     """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
-    with lock:
-        training = set_up(run, settings, from_scratch, step, trust_pickle)
+    limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
+    with lock, Watchdog(run.directory, *limits) as watchdog:
+        training = set_up(run, settings, from_scratch, step, trust_pickle, watchdog)
         try:
             done = loop(training)
             finish(training, done)
         except RuntimeError as error:
+            watchdog.lost(error)
             training.tracker.note(group.fall(error))
             raise
         finally:
@@ -87,8 +89,10 @@ def loop(training: Training) -> int:
     """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
+    training.watchdog.at(done, "samples of step")
     catch_up(training, done)
     while done < run.steps and not stop:
+        training.watchdog.at(done + 1)
         losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift)
         applied = engines.applied()
         training.ema.update(done, applied)
@@ -105,6 +109,7 @@ def loop(training: Training) -> int:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
         if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate)):
+            training.watchdog.at(done, "save and samples of step")
             with throughput.paused():
                 record(training, done, stop)
     return done
@@ -143,6 +148,7 @@ def go_back(training: Training, done: int, trouble: str) -> int:
 
     FloatingPointError: there is none, or the run has gone back faults.max_rollbacks times.
     """
+    training.watchdog.at(done, "way back from step")
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
     training.tracker.go_back(step)
@@ -181,10 +187,12 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | None, trust_pickle: bool) -> Training:
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | None, trust_pickle: bool,
+           watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `step`."""
     folder = run.directory
     start(run.faults.timeout_minutes)
+    watchdog.talk()
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
     if group.rank() == 0 and from_scratch:
@@ -214,7 +222,7 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | N
     saves.saver.report = tracker.note
     throughput = Throughput(run, first, lambda: batches.wait_seconds)
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
-                    micro, stops, tracker, throughput, course, first)
+                    micro, stops, watchdog, tracker, throughput, course, first)
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str],
@@ -245,6 +253,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
 def finish(training: Training, done: int) -> None:
     """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks."""
     run, tracker, saved = training.run, training.tracker, training.saver.newest
+    training.watchdog.at(done, "end at step")
     if training.first < saved == run.steps:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines

@@ -31,7 +31,7 @@ RULES = {
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room != "command"), "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench", "notebook")
+VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench", "notebook", "keep")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 

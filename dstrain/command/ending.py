@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dstrain.ranks import group
+from dstrain.ranks import endings, group
+from dstrain.ranks.presence import presence
 from dstrain.recipe import ConfigError, NotSaved
 
 
@@ -15,11 +16,22 @@ def run_main(main: Callable[[], None]) -> None:
     Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
     rank that has lost the others ends at once.
     """
+    if group.place().world > 1:
+        presence().announce()
     try:
         _run_main(main)
     except SystemExit as ended:
+        _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
         group.quit_among_others(ended.code)
         raise
+    _note(endings.DONE)
+
+
+def _note(code: int) -> None:
+    """How this rank ends, for a supervisor, and for the other ranks here, which a fault of this one would end, too."""
+    endings.note(code)
+    if code in (endings.DONE, endings.STOPPED):
+        presence().leave()
 
 
 def _run_main(main: Callable[[], None]) -> None:
@@ -30,7 +42,7 @@ def _run_main(main: Callable[[], None]) -> None:
         raise SystemExit(130) from None
     except (FloatingPointError, NotSaved, ConfigError) as error:
         _report(error)
-        code = {FloatingPointError: 3, NotSaved: 1, ConfigError: 2}
+        code = {FloatingPointError: endings.DIVERGED, NotSaved: endings.BUG, ConfigError: endings.WRONG_INPUT}
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if group.lost(error):

@@ -30,6 +30,7 @@ from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.order import Order
 from dstrain.data.source import Source
+from dstrain.ranks.place import place
 from dstrain.recipe import ConfigError
 
 Batch = dict[str, Tensor]
@@ -234,8 +235,7 @@ def _choose_workers(num_workers: int | None, source: Source) -> int:
         return num_workers
     if source.light:
         return 0
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):              # Linux: a job may be bound to some of them
         cores = len(os.sched_getaffinity(0))
-    return max(1, min(8, cores // ranks_here))
+    return max(1, min(8, cores // place().local_world))

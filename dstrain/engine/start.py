@@ -19,7 +19,8 @@ def start(timeout_minutes: float = 30) -> None:
     """
     prepare_environment()
     place = group.place()
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
+                      LOCAL_WORLD_SIZE=str(place.local_world))
     os.environ.setdefault("MASTER_ADDR", _first_host())
     if "MASTER_PORT" not in os.environ:
         # A process alone takes any free port. Several must know one port without a word between them: it follows from

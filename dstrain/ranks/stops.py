@@ -10,6 +10,8 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from dstrain.ranks.processes import command_line, identity, parent
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
 _REMOTE = "deepspeed.launcher.launch"
@@ -30,7 +32,7 @@ class Stops:
         """Whether this rank has a reason to stop; cheap enough for every step."""
         if self.reason is None and self._file and self._file.exists():
             self.reason = f"the file {self._file}"
-        if self.reason is None and any(_identity(pid) != born for pid, born in self._launchers):
+        if self.reason is None and any(identity(pid) != born for pid, born in self._launchers):
             self.reason = "the launcher has gone"
         return self.reason is not None
 
@@ -61,51 +63,26 @@ def _launchers() -> list[tuple[int, str]]:
     """
     launchers, pid = [], os.getppid()
     while pid > 1 and _launches(pid):
-        launchers.append((pid, _identity(pid)))
-        pid = _parent(pid)
-    if launchers and _REMOTE in _command_line(launchers[-1][0]):
-        if _is_shell(pid) and _REMOTE in _command_line(pid):
-            pid = _parent(pid)
-        if _command_line(pid).startswith("sshd"):
-            launchers.append((pid, _identity(pid)))
+        launchers.append((pid, identity(pid)))
+        pid = parent(pid)
+    if launchers and _REMOTE in command_line(launchers[-1][0]):
+        if _is_shell(pid) and _REMOTE in command_line(pid):
+            pid = parent(pid)
+        if command_line(pid).startswith("sshd"):
+            launchers.append((pid, identity(pid)))
     return launchers
 
 
 def _launches(pid: int) -> bool:
     """Whether a process is a launcher, by the names of its program and script without their folders.
 
-    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks.
+    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is launch/keep.py, which has
+    the launcher's command line behind `--`.
     """
-    names = [Path(word).name for word in _command_line(pid).split("\0")[:4]]  # a folder, too, may be called deepspeed
+    words = command_line(pid).partition("\0--\0")[0].split("\0")[:4]
+    names = [Path(word).name for word in words]                            # a folder, too, may be called deepspeed
     return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)
 
 
 def _is_shell(pid: int) -> bool:
-    return Path(_command_line(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS
-
-
-def _command_line(pid: int) -> str:
-    """A process's command line, its words separated by NUL; "" where /proc is not there."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _identity(pid: int) -> str:
-    """The start time of a process, which tells it from a later one of the same pid; "" when it is gone or a zombie."""
-    fields = _stat(pid)
-    return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
-
-
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if len(fields) > 1 else 0
+    return Path(command_line(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS

@@ -206,6 +206,8 @@ class Faults(Section):
     orphan_check: bool = True                # save and end when the launcher has gone
     # A rank that waits longer for another ends. Listing data, compiling and saving, while others wait, take less.
     timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30
+    hang_factor: NonNegative = 20            # times the median step, after which a step hangs; 0: only the timeout
+    hang_seconds: NonNegative = 120          # and no step hangs before
 
 
 class Run(Section):

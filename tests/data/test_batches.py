@@ -1,6 +1,7 @@
 """Which sample goes where, and what becomes of broken ones."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -221,3 +222,15 @@ def test_a_fault_of_the_source_is_not_hidden():
             batches._stream.source.bad = None                          # `in None` raises TypeError
             with pytest.raises(TypeError):
                 list(itertools.islice(batches.at(0), 1))
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_workers_share_the_cores_of_a_machine(tmp_path, monkeypatch, name):
+    """Oracle: this process's cores, divided by the ranks that torchrun or the `deepspeed` launcher has started here."""
+    source = open_images(folder(tmp_path), 8)
+    for word, value in {"RANK": 0, "WORLD_SIZE": 2000, name: 1}.items():
+        monkeypatch.setenv(word, str(value))
+    alone = Batches(source, global_batch=8, micro_batch=8, seed=0, num_workers=None).num_workers
+    monkeypatch.setenv(name, "1000")
+    shared = Batches(source, global_batch=8, micro_batch=8, seed=0, num_workers=None).num_workers
+    assert (alone, shared) == (min(8, len(os.sched_getaffinity(0))), 1)

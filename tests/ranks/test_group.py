@@ -13,7 +13,8 @@ from dstrain.ranks.place import Place
 from tests.support import gloo
 from tests.support.launch import environment, free_port
 
-WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
+WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
+         "SLURM_NODEID", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID",
          "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": 3, "OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_LOCAL_RANK": 2}
@@ -48,6 +49,14 @@ def plain(monkeypatch):
     (SBATCH | TORCHRUN, Place(5, 8, 1)), (SRUN | TORCHRUN, Place(5, 8, 1)),       # a launcher within a job
     (SBATCH | MPIRUN, Place(3, 4, 2)), (SRUN | MPIRUN, Place(3, 4, 2)),
     ({"RANK": 0, "WORLD_SIZE": 1}, Place(0, 1, 0)),              # no local rank said
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": 4}, Place(5, 8, 1, 4)), (TORCHRUN | {"LOCAL_SIZE": 4}, Place(5, 8, 1, 4)),
+    (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": 4}, Place(3, 4, 2, 4)),
+    (SRUN | {"SLURM_NODEID": 1, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(9, 16, 1, 8)),
+    (SRUN | {"SLURM_NODEID": 2, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 5)),
+    (SRUN | {"SLURM_NODEID": 3, "SLURM_TASKS_PER_NODE": "4(x2),5,3"}, Place(9, 16, 1, 3)),
+    (SRUN | {"SLURM_NTASKS_PER_NODE": "8"}, Place(9, 16, 1, 8)),
+    (SRUN | TORCHRUN | {"LOCAL_WORLD_SIZE": 2, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, Place(5, 8, 1, 2)),
+    (SBATCH | {"SLURM_TASKS_PER_NODE": "8(x2)"}, Place(0, 1, 0)),
     ({"RANK": 3}, Place(0, 1, 0)), ({"LOCAL_RANK": 1}, Place(0, 1, 0)),           # half a word is none
     ({"RANK": 3} | MPIRUN, Place(3, 4, 2)),
 ], ids=str)

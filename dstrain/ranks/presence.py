@@ -1,0 +1,113 @@
+"""Ranks of one machine know each other's processes, from before they meet: a dead one ends the others.
+
+A launcher ends all ranks when one has died. Ranks that were started by hand, or by srun without --kill-on-bad-exit,
+would wait for it until faults.timeout_minutes, where they have not met yet or compute on GPUs. So each rank writes its
+pid into a file of the launch, in the folder for temporary files, and looks at those of the others.
+
+    TMP/dstrain-UID/LAUNCH/RANK        pid and start time; removed by a rank that ends as it should
+"""
+
+import functools
+import hashlib
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from dstrain.ranks.place import place
+from dstrain.ranks.processes import identity
+
+Process = tuple[int, str]                    # pid and start time
+
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")      # what ranks of one launch share
+
+
+class Presence:
+    """The other ranks of this launch on this machine.
+
+    patience: seconds that this rank has to end by itself, with a better message, once another has died.
+    """
+
+    def __init__(self, patience: float = 20.0):
+        self._patience = patience
+        self._file: Path | None = None
+        self._began = _began()
+        self._alive: dict[int, Process] = {}             # those that have been seen alive
+
+    def announce(self) -> None:
+        """Writes down this process and watches the others in a thread of its own; nothing where no file can be made."""
+        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / _launch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.parent.stat().st_uid != os.getuid():           # pids that others wrote would be believed
+                return
+            temporary = folder / f".{os.getpid()}"
+            temporary.write_text(f"{os.getpid()} {identity(os.getpid())}")
+            temporary.rename(folder / str(place().rank))
+        except OSError:
+            return
+        self._file = folder / str(place().rank)
+        threading.Thread(target=self._watch, name="presence", daemon=True).start()
+
+    def others(self) -> dict[int, Process]:
+        """The other ranks of this launch here that have not left, dead ones included.
+
+        A file that an earlier launch has left is known by its age, unless its process lives.
+        """
+        found = {}
+        for path in self._file.parent.iterdir() if self._file else ():
+            try:
+                pid, born = path.read_text().split()
+                written = path.stat().st_mtime
+            except (OSError, ValueError):                            # it has just left
+                continue
+            if path == self._file or not path.name.isdigit():
+                continue
+            rank, process = int(path.name), (int(pid), born)
+            if identity(process[0]) == born:
+                self._alive[rank] = process
+            if written >= self._began or self._alive.get(rank) == process:
+                found[rank] = process
+        return found
+
+    def leave(self) -> None:
+        """This rank ends as it should: the others go on."""
+        if self._file:
+            self._file.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        since: float | None = None
+        while True:
+            time.sleep(1)
+            dead = sorted((rank, pid) for rank, (pid, born) in self.others().items() if identity(pid) != born)
+            since = (since or time.monotonic()) if dead else None
+            if since and time.monotonic() - since > self._patience:
+                names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in dead)
+                print(f"error: {names} on {socket.gethostname()} has ended, and rank {place().rank} ends, too. All "
+                      "saved is whole; the same command goes on", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+@functools.cache
+def presence() -> Presence:
+    """This process's own."""
+    return Presence()
+
+
+def _launch() -> str:
+    """A name that the ranks of one launch on this machine share; containers are machines, too."""
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    words = [socket.gethostname(), processes, *(os.environ.get(name, "") for name in _LAUNCH)]
+    return hashlib.sha1("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _began() -> float:
+    """When this process began, in seconds of time.time()."""
+    ticks = int(identity(os.getpid()) or 0)
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

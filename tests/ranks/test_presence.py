@@ -1,0 +1,99 @@
+"""Ranks of one machine, as real processes: what they know of each other before they have met."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import environment, free_port
+
+# A rank under run_main, which waits for the others as in the start of training, or does nothing of the kind.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from dstrain.command.ending import run_main
+from dstrain.ranks.presence import presence
+presence()._patience = 2
+def main():
+    (Path(sys.argv[1]) / os.environ["RANK"]).touch()
+    if sys.argv[2] == "meet":
+        from dstrain.engine.start import start
+        start(timeout_minutes=10)
+    while len(sys.argv) > 3 and not (Path(sys.argv[1]) / sys.argv[3]).exists():
+        time.sleep(0.05)
+    raise SystemExit(int(sys.argv[4]) if len(sys.argv) > 4 else 0)
+run_main(main)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    """start(number, *words): a rank of two of one launch, with its own folder for temporary files."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "temporary").mkdir()
+    shared = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+                         TMPDIR=str(tmp_path / "temporary"))
+    started = []
+
+    def start(number: int, *words: object) -> subprocess.Popen:
+        started.append(subprocess.Popen([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                                        env={**shared, "RANK": str(number), "LOCAL_RANK": str(number)}, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
+        time.sleep(0.01)
+
+
+def test_a_rank_killed_before_they_meet_ends_the_others(rank, tmp_path):
+    """Oracle: the exit code and message of the survivor, which would wait ten minutes for the killed one."""
+    killed, survivor = rank(1, "wait", "never"), rank(0, "meet")
+    wait_for(tmp_path / "1")
+    wait_for(tmp_path / "0")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    output, _ = survivor.communicate(timeout=120)
+    assert survivor.returncode == 1, output
+    assert f"error: rank 1 (process {killed.pid})" in output and "has ended, and rank 0 ends, too" in output
+
+
+@pytest.mark.parametrize("code, survives", [(75, True), (2, False)])
+def test_a_rank_that_ends_as_it_should_ends_nobody(rank, tmp_path, code, survives):
+    """Oracle: exit codes: 75 is the end of a run, and the other rank may still be at work; a fault is one of all."""
+    other = rank(0, "wait", "go")
+    wait_for(tmp_path / "0")
+    assert rank(1, "wait", "0", code).wait(120) == code
+    if survives:
+        time.sleep(6)                                            # three times what it has to end by itself
+        (tmp_path / "go").touch()
+    output, _ = other.communicate(timeout=120)
+    assert other.returncode == (0 if survives else 1), output
+
+
+def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
+    """Oracle: completion: a rank that was killed in an earlier launch, over the same port, is not one that has died."""
+    killed = rank(1, "wait", "never")
+    wait_for(tmp_path / "1")
+    time.sleep(0.5)
+    killed.kill()
+    killed.wait()
+    assert len(list((tmp_path / "temporary").glob("dstrain-*/*/1"))) == 1
+    time.sleep(1)
+    later = rank(0, "wait", "go")
+    wait_for(tmp_path / "0")
+    time.sleep(6)
+    (tmp_path / "go").touch()
+    assert later.wait(120) == 0, later.communicate()[0]

@@ -1,0 +1,160 @@
+"""Ranks that hang, as real processes: four that exchange a number in each step, over gloo."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import environment, free_port
+
+# A rank. Its steps take some milliseconds; from step 30 on, what the test asks for happens in one of them.
+RANK = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from dstrain.ranks import group
+from dstrain.ranks.presence import presence
+from dstrain.ranks.watchdog import Watchdog
+folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+presence().announce()
+def hang(seconds):
+    time.sleep(seconds)
+with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
+    dist.init_process_group("gloo")
+    watchdog.talk()
+    for step in range(1, 10 ** 9):
+        watchdog.at(step)
+        if step == 40 and fault == "slow":
+            watchdog.at(step, "save of step")
+        if step == 40 and group.rank() == at_fault:
+            (folder / "reached").touch()
+            if fault == "sleep":
+                hang(600)
+            if fault == "slow":
+                hang(float(sys.argv[5]))
+        if fault == "slow":
+            watchdog.at(step)
+        group.agree(False)
+        if fault == "slow" and step == 60:
+            break
+        time.sleep(0.01)
+    presence().leave()
+    group.leave()
+print("complete", flush=True)
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """start(world, *words): the ranks' processes; killed in the end."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "run.yaml").touch()
+    started = []
+
+    def start(world: int, *words: object) -> list[subprocess.Popen]:
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in range(world):
+            started.append(subprocess.Popen([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                                            env=environment(RANK=str(rank), **shared), text=True,
+                                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
+        time.sleep(0.01)
+
+
+def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+    """Exit codes and output of all ranks."""
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [process.returncode for process in processes], outputs
+
+
+@pytest.mark.parametrize("at_fault", [0, 2])
+def test_a_suspended_rank_is_named_and_ended(ranks, tmp_path, at_fault):
+    """Oracle: the pid that SIGSTOP suspended: all others write their stacks, name it and end with 4; it is killed.
+
+    Rank 0 holds the store through which ranks hear of each other.
+    """
+    processes = ranks(4, "none", at_fault, 6)
+    wait_for(tmp_path / "reached")
+    processes[at_fault].send_signal(signal.SIGSTOP)
+    codes, outputs = ends(processes)
+    others = [rank for rank in range(4) if rank != at_fault]
+    assert [codes[rank] for rank in others] == [4] * 3 and codes[at_fault] == -signal.SIGKILL, outputs
+    name = f"rank {at_fault} on {socket.gethostname()} (process {processes[at_fault].pid}) is stopped, by SIGSTOP"
+    assert any(name in outputs[rank] for rank in others), outputs
+    assert "and the run ends: rank" in (tmp_path / "log.txt").read_text()
+    stacks = {path.name: path.read_text() for path in (tmp_path / "stacks").iterdir()}
+    assert sorted(name[-10:] for name in stacks) == [f"rank_{rank}.txt" for rank in others]
+    assert all("all_reduce" in text and "in _watch" in text for text in stacks.values())
+
+
+def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
+    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and the line that it sleeps in."""
+    processes = ranks(3, "sleep", 1, 4)
+    codes, outputs = ends(processes)
+    assert codes == [4, 4, 4], outputs
+    name = (rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at rank.py:\d+ "
+            r"\(<module>\), and the others wait for it")
+    assert any(re.search(name, output) for output in outputs), outputs
+    assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
+
+
+def test_a_slow_phase_of_one_rank_is_waited_for(ranks):
+    """Oracle: completion: one rank takes twice the limit of a step in a phase of its own, and the others wait."""
+    codes, outputs = ends(ranks(3, "slow", 0, 4, 9))
+    assert codes == [0, 0, 0] and all(output == "complete\n" for output in outputs), outputs
+
+
+def test_a_suspended_run_goes_on(ranks, tmp_path):
+    """Oracle: completion: all ranks are suspended for twice the limit of a step, and continued."""
+    processes = ranks(2, "slow", 0, 4, 0)
+    wait_for(tmp_path / "reached")
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(9)
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+    codes, outputs = ends(processes)
+    assert codes == [0, 0], outputs
+
+
+def test_stacks_on_request(ranks, tmp_path):
+    """Oracle: kill -USR2: the stacks of all threads on stderr, and the rank goes on."""
+    processes = ranks(1, "none", 0, 600)
+    wait_for(tmp_path / "reached")
+    processes[0].send_signal(signal.SIGUSR2)
+    time.sleep(1)
+    assert processes[0].poll() is None
+    processes[0].kill()
+    _, (output,) = ends(processes)
+    assert "most recent call first" in output and "in _watch" in output and "rank.py" in output
+
+
+def test_the_limit_of_a_step(tmp_path):
+    """Oracle: the median by hand: 20 times 10 s, at least 120 s, at most the timeout; phases have the timeout alone."""
+    from dstrain.ranks.watchdog import Watchdog
+
+    with Watchdog(tmp_path, 20, 120, 1800) as watchdog:
+        watchdog._steps += [1, 10, 10, 900]
+        assert watchdog._limit("step") == 1810                   # too few steps for a median
+        watchdog._steps.append(3)
+        assert watchdog._limit("step") == 200 and watchdog._limit("save of step") == 1810
+        watchdog._steps += [0.1] * 20
+        assert watchdog._limit("step") == 120
+        watchdog._steps += [500] * 1001
+        assert watchdog._limit("step") == 1810
