@@ -27,6 +27,8 @@ from dstrain.data.shards import Arrays, check, is_cache, mapped, read_index
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
+_MAPPED = 256                 # shards that a process keeps mapped: each map holds a descriptor, of often 1024
+_COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
 
@@ -66,7 +68,9 @@ class Latents(Source):
             if path.stat().st_size != shard["size"]:
                 raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {shard['size']}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
-        # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...)
+        self.noun = (f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
+                     f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))})")
+        # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...), in the order of their last use
         self._open: dict[int, Arrays] = {}
 
     def _members(self) -> np.ndarray:
@@ -112,19 +116,33 @@ class Latents(Source):
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
         return self.take(index, mirrored), []
 
+    def class_counts(self) -> np.ndarray | None:
+        shards = range(len(self.index["shards"]))
+        if not self.classes or len(shards) > _COUNTED:
+            return None
+        labels = np.concatenate([self._shard(number)["label"] for number in shards])
+        return np.bincount(labels if self.members is None else labels[self.members], minlength=len(self.classes))
+
     def _shard(self, number: int) -> Arrays:
-        if number not in self._open:
-            path = self.path / self.index["shards"][number]["name"]
-            arrays = mapped(path)
-            rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
-            codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
-            shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}
-            for name, shape in shapes.items():
-                stored = arrays[name].shape if name in arrays else None
-                if stored != (rows, *shape):
-                    raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
-            self._open[number] = arrays | {"codes": arrays[codes].reshape(rows * self.encoding["flips"], -1)}
-        return self._open[number]
+        arrays = self._open.pop(number, None)
+        if arrays is None:
+            arrays = self._mapped(number)
+            while len(self._open) >= _MAPPED:
+                del self._open[next(iter(self._open))]
+        self._open[number] = arrays
+        return arrays
+
+    def _mapped(self, number: int) -> Arrays:
+        path = self.path / self.index["shards"][number]["name"]
+        arrays = mapped(path)
+        rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
+        codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
+        shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}
+        for name, shape in shapes.items():
+            stored = arrays[name].shape if name in arrays else None
+            if stored != (rows, *shape):
+                raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
+        return arrays | {"codes": arrays[codes].reshape(rows * self.encoding["flips"], -1)}
 
     def verify(self) -> None:
         """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.

@@ -197,7 +197,8 @@ def stage(tmp_path):
     path = first_stage.save(tmp_path / "vae")
     write(tmp_path / "x", stage=Autoencoder(str(path)).fingerprint())
     words = [f"data.path={tmp_path / 'x'}", "data.image_size=16", "data.channels=1", "model.patch_size=1",
-             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", f"folder={tmp_path / 'run'}"]
+             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", "model.num_classes=3",
+             f"folder={tmp_path / 'run'}"]
     return tmp_path, path, words
 
 
@@ -269,7 +270,8 @@ def test_another_export_to_the_same_path(stage):
     """Oracle: the values of both exports, in the refusal to go on; a finished run draws with those it learned in."""
     folder, path, words = stage
     words = [*words, f"model.first_stage.path={path}"]
-    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3"]
+    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3",
+              "model.num_classes=10"]
     online, cached = prepared(images).run, prepared(words).run
     (folder / "run.yaml").write_text(recipe.dump(online))
     old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]
