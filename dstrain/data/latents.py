@@ -12,6 +12,7 @@ Opening reads the index and the files' sizes alone; the samples are mapped into 
 
 import hashlib
 import os
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from dstrain.data.shards import Arrays, check, is_cache, mapped, read_index
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
-_MAPPED = 256                 # shards that a process keeps mapped: each map holds a descriptor, of often 1024
+_MAPPED = 256                 # shards that a process keeps mapped: each map holds a descriptor
 _COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
@@ -101,6 +102,12 @@ class Latents(Source):
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
+        groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()                # (b,)
+        if groups.any():                                             # a large batch from more shards than may be mapped
+            parts = [self.take(index[groups == group], None if mirrored is None else mirrored[groups == group])
+                     for group in range(groups.max() + 1)]
+            places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
+            return {name: torch.cat([part[name] for part in parts])[places] for name in parts[0]}
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
 
         def gathered(name: str, places: np.ndarray) -> Tensor:
@@ -120,14 +127,14 @@ class Latents(Source):
         shards = range(len(self.index["shards"]))
         if not self.classes or len(shards) > _COUNTED:
             return None
-        labels = np.concatenate([self._shard(number)["label"] for number in shards])
+        labels = np.concatenate([self._shard(number)["label"].copy() for number in shards])
         return np.bincount(labels if self.members is None else labels[self.members], minlength=len(self.classes))
 
     def _shard(self, number: int) -> Arrays:
         arrays = self._open.pop(number, None)
         if arrays is None:
             arrays = self._mapped(number)
-            while len(self._open) >= _MAPPED:
+            while len(self._open) >= _most_mapped():
                 del self._open[next(iter(self._open))]
         self._open[number] = arrays
         return arrays
@@ -174,6 +181,11 @@ class Latents(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
+
+
+def _most_mapped() -> int:
+    """Shards that may be mapped at a time: a quarter of the descriptors that a process may have, at most _MAPPED."""
+    return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:

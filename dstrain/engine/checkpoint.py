@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.disk.modes import by_umask
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, shard_name
@@ -109,6 +110,7 @@ class Checkpoints:
         if group.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
+            by_umask(folder / COMMON)
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
