@@ -43,6 +43,9 @@ def encode(options: EncodeOptions) -> dict[str, Any]:
     """
     plan = planned(options)
     encoding = plan.encoding
+    if group.rank() == 0:
+        path = options.data or plan.stage.data.path
+        print(f"data: {path}, {options.split}: {plan.source.describe()}", flush=True)
     count = -(-encoding["number"] // options.shard_size)
     with _one_thread(), claimed(options.out, "encodes", lambda: _prepare(options, plan.stage, encoding)):
         records = _whole(options.out, encoding, range(group.rank(), count, group.world()))

@@ -65,6 +65,8 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
     source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    if group.rank() == 0:
+        print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", flush=True)
     checkpoint = trained.checkpoint(options.folder, options.step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     out = _folder(options)
@@ -152,9 +154,9 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
                           "was trained on with --split train, or train with data.held_out=0.05")
-    if classes is not None and len(source.classes) > classes:
-        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes)} classes, the model {classes}: "
-                          "its labels would be out of range; name the data that the run was trained on")
+    if classes is not None and (len(source.classes) > classes or classes > 1 and not source.classes):
+        raise ConfigError(f"{options.data or run.data.path} has {len(source.classes) or 'no'} classes, the model "
+                          f"{classes}: its labels would be wrong; name the data that the run was trained on")
     return source
 
 
@@ -165,7 +167,8 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")
     if path.startswith("builtin:"):
         raise ConfigError(f"--data {path}: name a folder of {'embedding pairs' if pairs else 'images'}")
-    with reworded(options={"data.path=": "--data ", ", or builtin:fashion": ""}):
+    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.held_out_path=": "--data ",
+                           "data.path=": "--data ", ", or builtin:fashion": ""}):
         if pairs:
             return open_pairs(path, data.splits, "all")
         if data.num_frames is not None:                                  # with captions of their own
@@ -175,7 +178,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
                              held_out_path=places[2], draft=data.draft)
-    if labelled and "/" not in source.name(0):
+    if labelled and not source.classes:
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
                           "into folders named as those of the training data")
     named = data.path.startswith("builtin:") or Path(data.path).exists()

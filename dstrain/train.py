@@ -11,7 +11,7 @@ from torch import Tensor
 from dstrain import rng, systems
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.source import Source
-from dstrain.data.sources import open_sources
+from dstrain.data.sources import described, open_sources
 from dstrain.data.spread import Spread
 from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
@@ -205,7 +205,8 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | N
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
+    notes = described(run.data, source, held_out_source, folder)
+    notes += [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
     course = Course(run.faults)
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         lambda step: folders.note_saved(folder, step), course, trust_pickle)

@@ -69,6 +69,8 @@ def embed(options: EmbedOptions) -> dict[str, Any]:
         encoders = Encoders(ImageEncoder(options.image_encoder).to(group.device()),
                             TextEncoder(options.text_encoder, options.max_text_len).to(group.device()))
     source = open_captioned(options.data, encoders.image.image_size)
+    if group.rank() == 0:
+        print(f"data: {options.data}: {source.describe()}", flush=True)
     plan = _plan(options, encoders, source)
     count = -(-plan["pairs"] // options.shard_size)
     with claimed(options.out, "embeds", lambda: _prepare(options, plan)):

@@ -121,7 +121,8 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
         raise ConfigError(f"--held-out {options.held_out}: {path} holds out images itself: leave it out")
     if is_encoded(path):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
-    with reworded(options={"data.path=": "--data ", "data.held_out": "--held-out", "data.captions=": "--captions "}):
+    with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
+                           "data.held_out": "--held-out", "data.captions=": "--captions "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
         return open_images(path, size, channels=stage.channels, split=options.split, held_out=share,

@@ -77,8 +77,8 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         config = systems.config(run.system, run.model)
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:
-            problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.num_classes={classes}; "
-                            f"labels are 0 to {classes - 1}")
+            problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
+                            f"{classes}; labels are 0 to {classes - 1}")
         problems += config.conflicts(run)
     return run, problems
 
@@ -136,7 +136,8 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     Returns remarks that are worth printing. ConfigError: the first problem.
     """
     from dstrain.command.probe import probe
-    from dstrain.data.sources import is_embeddings, open_sources
+    from dstrain.data.labels import require_classes
+    from dstrain.data.sources import described, is_embeddings, open_sources
 
     source, held_out = open_sources(run.data, verify=True)
     if run.save.best and held_out is None:
@@ -148,11 +149,9 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)
     _require_samples(run, system)
-    known, classes = systems.config(run.system, run.model).num_labels, len(source.classes)
-    if known is not None and classes > known:
-        raise ConfigError(f"data.path={run.data.path} has {classes} classes, model.num_classes={known}: labels would "
-                          f"be out of range; write model.num_classes={classes}")
-    remarks = _initial_weights(run, system, options)
+    config = systems.config(run.system, run.model)
+    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
+    remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     _check_step(run, options)
     folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch, allow_change=options.allow_change)
     return remarks if options.print_config else remarks + probe(run, system, source)

@@ -21,6 +21,7 @@ class BadFiles:
         self.limit = max(1, int(max_fraction * size + 1e-9)) if max_fraction > 0 else 0
         self.size, self.max_fraction = size, max_fraction
         self.names: set[str] = set()
+        self._read = 0                                 # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
         """Lists the (name, reason) that are new. ConfigError: there are more than the limit."""
@@ -28,9 +29,7 @@ class BadFiles:
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
-        if self.path is not None and self.path.exists():
-            listed = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-            self.names |= {line.split("\t")[0] for line in listed}
+        self._catch_up()
         for name, reason in lines:
             if name not in self.names:
                 self.names.add(name)
@@ -42,13 +41,41 @@ class BadFiles:
                 f"{self.path or 'no list, since no folder was given'}. Repair or remove them and delete the list, or "
                 "raise data.max_bad_fraction")
 
+    def _catch_up(self) -> None:
+        """Reads what all ranks have added to the list since it was looked at last, whole lines alone."""
+        if self.path is None or not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            if file.seek(0, 2) < self._read:           # it was deleted meanwhile, and begun anew
+                self._read = 0
+            file.seek(self._read)
+            new = file.read()
+        whole = new.rfind(b"\n") + 1
+        self._read += whole
+        self.names.update(name.decode(errors="replace") for name in _names(new[:whole]))
+
     def _append(self, line: str) -> None:
         if self.path is None:
             warnings.warn(f"cannot be read, replaced: {line.strip()}", stacklevel=2)
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode())              # one write: lines of two ranks never mix
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(line.encode())          # one write: lines of two ranks never mix
+        except OSError as error:                   # a full disk: the limit still holds for what this process has met
+            warnings.warn(f"{self.path} cannot be written ({error.strerror}); unreadable: {line.strip()}", stacklevel=2)
+
+
+def listed(folder: Path) -> int:
+    """Number of files in the list of a run's folder; 0 where there is none."""
+    try:
+        return len(set(_names((folder / "bad_files.txt").read_bytes())))
+    except OSError:
+        return 0
+
+
+def _names(lines: bytes) -> list[bytes]:
+    return [line.split(b"\t")[0] for line in lines.splitlines()]
 
 
 def _printable(text: str) -> str:

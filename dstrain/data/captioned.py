@@ -41,6 +41,7 @@ def open_captioned(path: str | Path, image_size: int) -> "CaptionedFolder | Capt
 class CaptionedFolder(Folder):
     """Images with a .txt of the same name beside them; others are counted in `num_uncaptioned` and not read."""
 
+    noun = "captioned images"
     captioned = True
 
     def __init__(self, path: Path, image_size: int) -> None:
@@ -67,6 +68,9 @@ class CaptionedFolder(Folder):
             caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
             return _item(read_image(path, self.image_size), caption)
 
+    def describe(self) -> str:
+        return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
+
     def contents(self) -> str:
         names, texts = blake2b(self.names.blob, digest_size=8), blake2b()
         add_captions(texts, self.path, self.names)
@@ -81,6 +85,7 @@ class CaptionedFolder(Folder):
 class CaptionedTars(Source):
     """Tar shards in which KEY.png (or another image) and KEY.txt are one pair; a key's first members count."""
 
+    noun = "captioned images"
     captioned = True
 
     def __init__(self, tars: list[Path], root: Path, image_size: int) -> None:
@@ -117,6 +122,8 @@ class CaptionedTars(Source):
 
     def name(self, index: int) -> str:
         return self.keys[index]
+
+    describe = CaptionedFolder.describe
 
     def fingerprint(self) -> str:
         digest = blake2b(self.keys.blob + self.places.tobytes(), digest_size=8)

@@ -60,6 +60,8 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 class Pairs(Source):
     """Rows `begin` to `end` of the permuted rows of `stored`."""
 
+    noun = "embedding pairs"
+
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
         self.light = stored.size < 1 << 30            # small tables: workers only cost
@@ -84,6 +86,10 @@ class Pairs(Source):
     def fingerprint(self) -> str:
         return (f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} "
                 f"{self.stored.fingerprint()}")
+
+    def describe(self) -> str:
+        names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
+        return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
     def _row(self, index: int) -> int:
         return int(self.rows[index]) if self.rows is not None else self.order.index_at(self.begin + index)

@@ -1,8 +1,10 @@
 """Folders of files as sources: their names, classes, held-out split and sizes.
 
-A folder has one folder for each class, with files at any depth below, or files only, which is one class, 0.
+A folder has one folder for each class, with files at any depth below, or files only, which have no classes and the
+label 0, or a dataset.json that says the labels (labels.py).
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError
 
@@ -41,7 +44,8 @@ class Names:
 class Folder(Source):
     """Files of the folder `path` as samples. A subclass sets the attributes, the last two by `_select`.
 
-    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: empty for those of the folder.
+    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the folder's must be
+    among, empty for those of the folder; afterwards empty where the folder has none.
     """
 
     path: Path
@@ -61,13 +65,14 @@ class Folder(Source):
 
         A name is held out by its hash, so that adding a file moves no other. ConfigError: unknown class, empty split.
         """
-        if self.classes:
+        if self.classes and folders:
             unknown = [name for name in folders if name not in self.classes]
             if unknown:
                 raise ConfigError(f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
                                   f"training data ({few(self.classes)}): rename or remove them")
-            labels = np.array([self.classes.index(name) for name in folders] or [0], np.int32)[labels]
-        self.classes = self.classes or folders
+            places = {name: place for place, name in enumerate(self.classes)}
+            labels = np.array([places[name] for name in folders], np.int32)[labels]
+        self.classes = folders and (self.classes or folders)
         if self.split != "all" and self.held_out:
             unseen = self.split == "held_out"
             members = [index for index, name in enumerate(names) if _is_held_out(name, self.held_out) == unseen]
@@ -76,6 +81,9 @@ class Folder(Source):
                                   f"for the {self.split} split: choose another fraction or give data.held_out_path")
             names, labels = [names[index] for index in members], labels[members]
         self.names, self.labels = Names(names), labels
+
+    def class_counts(self) -> np.ndarray | None:
+        return np.bincount(self.labels, minlength=len(self.classes)) if self.classes else None
 
     def fingerprint(self) -> str:
         names = self.names
@@ -97,23 +105,35 @@ class Folder(Source):
 
 def list_folder(root: Path, suffixes: tuple[str, ...], key: str = "data.path",
                 kind: str = "images") -> tuple[list[str], np.ndarray, tuple[str, ...]]:
-    """Relative paths in order, their labels int32 (N,), and the names of the class folders (none for a flat folder).
+    """Relative paths in order, their labels int32 (N,), and the names of the classes (none for a flat folder).
 
     suffixes: of the files that count, in lower case. key, kind: what folder and files are called in messages.
-    ConfigError: no files, files beside class folders, or class folders without files.
+    ConfigError: no files, files beside class folders, class folders without files or named as splits, a folder that
+    cannot be listed.
     """
     if not root.is_dir():
         fault = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
+    try:
+        by_name = labels_of_names(root, key)
+        if by_name is not None:
+            return _by_names(root, suffixes, key, kind, by_name)
+        return _by_folders(root, suffixes, key, kind)
+    except OSError as error:
+        raise ConfigError(f"{key}={root}: {error.filename or 'it'} cannot be listed ({error.strerror}): repair it, or "
+                          "take it away") from None
+
+
+def _by_folders(root: Path, suffixes: tuple[str, ...], key: str,
+                kind: str) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
     classes = class_folders(root)
+    refuse_splits(root, classes, key)
     flat = sorted(name for name in set(os.listdir(root)).difference(classes)
                   if name.lower().endswith(suffixes) and name[0] != ".")
-    members = {name: sorted(_walk(root, name, suffixes, set())) for name in classes}
+    members = {name: sorted(_walk(root, name, suffixes)) for name in classes}
     full = [name for name in classes if members[name]]
-    which = f"files ending in {' '.join(suffixes)} are read, in any case"
     if not flat and not full:
-        content = f"no {kind} in it" if any(os.scandir(root)) else "is empty"
-        raise ConfigError(f"{key}={root}: {content}; {which}")
+        raise _without_files(root, suffixes, key, kind)
     if flat and full:
         raise ConfigError(f"{key}={root}: {kind} ({few(flat)}) beside class folders ({few(full)}): is this one class "
                           f"or several? Move the {kind} into a folder of their class")
@@ -122,17 +142,61 @@ def list_folder(root: Path, suffixes: tuple[str, ...], key: str = "data.path",
     if len(full) < len(classes):
         empty = [name for name in classes if not members[name]]
         raise ConfigError(f"{key}={root}: class folders without {kind}: {few(empty)}; remove or fill them, since they "
-                          f"would count as classes; {which}")
+                          f"would count as classes; files ending in {' '.join(suffixes)} are read, in any case")
     labels = np.repeat(np.arange(len(full), dtype=np.int32), [len(members[name]) for name in full])
     return [name for folder in full for name in members[folder]], labels, tuple(full)
 
 
+def _by_names(root: Path, suffixes: tuple[str, ...], key: str, kind: str,
+              by_name: dict[str, int]) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
+    """As `list_folder`, of files at any depth, whose labels stand in a dataset.json."""
+    names = sorted(_walk(root, "", suffixes))
+    if not names:
+        raise _without_files(root, suffixes, key, kind)
+    if not by_name:
+        return names, np.zeros(len(names), np.int32), ()
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise ConfigError(f"{key}={root}: {LABELS} has no label of {few(missing, 1)}, of {len(names)} {kind}: make it "
+                          "anew, or take it away, and folders are the classes")
+    return names, np.array([by_name[name] for name in names], np.int32), _numbered(by_name)
+
+
+def _numbered(by_name: dict[str, int]) -> tuple[str, ...]:
+    return tuple(map(str, range(max(by_name.values()) + 1)))
+
+
+def _without_files(root: Path, suffixes: tuple[str, ...], key: str, kind: str) -> ConfigError:
+    content = f"no {kind} in it" if any(os.scandir(root)) else "is empty"
+    return ConfigError(f"{key}={root}: {content}; files ending in {' '.join(suffixes)} are read, in any case")
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """The names of a folder's classes, without looking at its files."""
+    by_name = labels_of_names(root, "data.path")
+    if by_name is None:
+        return class_folders(root)
+    return _numbered(by_name) if by_name else ()
+
+
 def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of the first-level folders, sorted; hidden ones do not count. Empty where `root` is no folder."""
+    """The names of the first-level folders, sorted; hidden ones and links back do not count. Empty where `root` is no
+    folder.
+    """
     if not root.is_dir():
         return ()
     with os.scandir(root) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()))
+        return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and _is_folder(entry)
+                            and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))))
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:            # a link to itself leads nowhere, as a dangling one
+            raise
+        return False
 
 
 def _is_held_out(name: str, fraction: float) -> bool:
@@ -167,19 +231,27 @@ def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _walk(root: Path, folder: str, suffixes: tuple[str, ...], seen: set[str]) -> Iterator[str]:
-    """Relative paths of the files at any depth below root/folder; no file is asked for its status, no link met twice.
+def _walk(root: Path, folder: str, suffixes: tuple[str, ...], above: tuple[str, ...] = (),
+          seen: set[str] | None = None) -> Iterator[str]:
+    """Relative paths of the files at any depth below root/folder; no file is asked for its status.
+
+    above: the real paths of `root` and of all folders down to this one, whose links back are passed over; seen: targets
+    of the links to folders that were followed, once each.
     """
+    above = above or (os.path.realpath(root), os.path.realpath(root / folder))
+    seen = set() if seen is None else seen
     with os.scandir(root / folder) as entries:
         for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.name[0] == ".":                             # .DS_Store, ._photo.jpg
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
+                target = f"{above[-1]}/{entry.name}"
                 if entry.is_symlink():
                     target = os.path.realpath(entry.path)
-                    if target in seen:
+                    if target in seen or target in above:
                         continue
                     seen.add(target)
-                yield from _walk(root, f"{folder}/{entry.name}", suffixes, seen)
+                yield from _walk(root, name, suffixes, (*above, target), seen)
             elif entry.name.lower().endswith(suffixes):
-                yield f"{folder}/{entry.name}"
+                yield name

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from dstrain.data.folder import Folder, class_folders, list_folder
+from dstrain.data.folder import Folder, class_names, list_folder
 from dstrain.data.pixels import SUFFIXES, center_crop, read_image, to_tensor
 from dstrain.data.source import Item, Source, reading
 from dstrain.recipe import ConfigError
@@ -51,8 +51,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
     if split == "train":
         return ImageFolder(path, image_size, channels, draft=draft)
-    classes = FASHION if builtin else class_folders(Path(path))
-    return ImageFolder(held_out_path, image_size, channels, draft=draft, classes=classes)
+    classes = FASHION if builtin else class_names(Path(path))
+    return ImageFolder(held_out_path, image_size, channels, draft=draft, classes=classes, key="data.held_out_path")
 
 
 @dataclass
@@ -65,6 +65,7 @@ class Fashion(Source):
     image_size: int = 32
     channels: int = 1
     split: str = "train"
+    noun = "images"
     classes = FASHION
     light = True
 
@@ -90,6 +91,9 @@ class Fashion(Source):
     def name(self, index: int) -> str:
         return f"builtin:fashion/{self.split}/{index}"
 
+    def class_counts(self) -> np.ndarray:
+        return np.bincount(self.labels, minlength=len(FASHION))
+
     def fingerprint(self) -> str:
         crc = zlib.crc32(self.images.numpy().tobytes())
         return f"builtin:fashion {self.split} n={len(self)} crc={crc:08x}"
@@ -106,10 +110,12 @@ class ImageFolder(Folder):
     held_out: float = 0.0
     draft: bool = False
     classes: tuple[str, ...] = ()
+    key: str = "data.path"                        # in messages
+    noun = "images"
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
-        self._select(*list_folder(self.path, SUFFIXES), "data.path", "image")
+        self._select(*list_folder(self.path, SUFFIXES, self.key), self.key, "image")
 
     def __getitem__(self, index: int) -> Item:
         name = self.name(index)

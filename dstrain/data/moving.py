@@ -38,6 +38,7 @@ class MovingFashion(Source):
     width: int = 32
     channels: int = 1
     split: str = "train"
+    noun = "clips"
     classes = FASHION
     captioned = True
     light = True
@@ -97,6 +98,9 @@ class MovingFashion(Source):
 
     def name(self, index: int) -> str:
         return f"{MOVING}/{self.split}/{index}"
+
+    def class_counts(self) -> np.ndarray:
+        return self.items.class_counts() * len(MOTIONS)
 
     def fingerprint(self) -> str:
         return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"

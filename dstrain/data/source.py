@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -48,6 +49,7 @@ class Source(ABC):
     shapes. Each module of this folder says which entries its items have. Sources are pickled for the workers.
     """
 
+    noun: str = "samples"                  # what a message calls the samples
     classes: tuple[str, ...] = ()          # names of the classes; the label of an item is an index into them
     light: bool = False                    # reading an item costs less than passing it between processes
     captioned: bool = False                # items have captions
@@ -77,6 +79,27 @@ class Source(ABC):
     def contents(self) -> str:
         """The fingerprint over all files, by which a cache is known to be of these data."""
         return self.fingerprint()
+
+    def describe(self) -> str:
+        """For the start of a command: how many samples of what, in which classes, and their captions."""
+        return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
+
+    def class_counts(self) -> np.ndarray | None:
+        """Samples of each class, int64 (classes,); None: there are no classes, or counting them would take long."""
+        return None
+
+    def _class_words(self) -> str:
+        count, counts = len(self.classes), self.class_counts() if self.classes else None
+        number = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
+        if counts is None:
+            return number
+        least, most = int(counts.argmin()), int(counts.argmax())
+        if counts[least] == counts[most]:
+            return f"{number} of {counts[least]:,}"
+        return f"{number} of {counts[least]:,} ({self.classes[least]}) to {counts[most]:,} ({self.classes[most]})"
+
+    def _caption_words(self) -> str:
+        return "captions" if self.captioned else "no captions"
 
     def read(self, index: int, chance: float | None = None) -> Item:
         """As [index]; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of a sample."""

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dstrain.data.bad_files import listed
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders
@@ -48,6 +49,17 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
     return train, None
+
+
+def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
+    """What a command has found, a line each: what it trains on and what is held out; `folder` is the run's, whose list
+    of unreadable files counts.
+    """
+    bad = listed(folder) if folder is not None else 0
+    known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
+    place = f"{data.held_out_path}: " if data.held_out_path else ""
+    unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
+    return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
 
 
 def _open_clips(data: Data) -> tuple[Source, Source | None]:

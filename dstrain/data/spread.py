@@ -11,7 +11,7 @@ class View(Source):
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
-        self.classes, self.light, self.batched = whole.classes, whole.light, whole.batched
+        self.classes, self.light, self.batched, self.noun = whole.classes, whole.light, whole.batched, whole.noun
         self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
 
     def place(self, index: int | Tensor) -> int | Tensor:
@@ -36,6 +36,9 @@ class View(Source):
     def fingerprint(self) -> str:
         return self.whole.fingerprint()
 
+    def describe(self) -> str:
+        return self.whole.describe()
+
 
 class Spread(View):
     """`num` samples, evenly spaced, since a folder lists class by class; None takes all.
@@ -53,6 +56,10 @@ class Spread(View):
 
     def place(self, index: int | Tensor) -> int | Tensor:
         return index * len(self.whole) // self.num
+
+    def describe(self) -> str:
+        whole = self.whole.describe()
+        return whole if len(self) == len(self.whole) else f"{len(self):,} of {whole}"
 
     def __getitem__(self, index: int) -> Item:
         try:
@@ -94,6 +101,9 @@ class Windows(View):
 
     def fingerprint(self) -> str:
         return f"{self.whole.fingerprint()} x {self.num}"
+
+    def describe(self) -> str:
+        return f"{len(self):,} windows of {self.whole.describe()}"
 
     def contents(self) -> str:
         return f"{self.whole.contents()} x {self.num}"

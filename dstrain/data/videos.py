@@ -54,7 +54,9 @@ def open_videos(path: str | Path, cut: Cut, *, split: str = "train", held_out: f
     if split == "held_out" or images is None:
         return source
     cut = Cut(cut.num_frames, cut.height, cut.width, cut.channels, still=True)
-    return Mixed(source, Videos(images, cut, classes=source.classes, suffixes=SUFFIXES, key="data.images"), image_share)
+    stills = Videos(images, cut, classes=source.classes, suffixes=SUFFIXES, key="data.images")
+    stills.noun = "images"
+    return Mixed(source, stills, image_share)
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Videos(Folder):
     classes: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = CLIPS
     key: str = "data.path"                        # in messages
+    noun = "clips"
     chance_name = "clip"
 
     _listings: dict[int, Listing] = field(default_factory=dict, init=False, repr=False)
@@ -79,6 +82,8 @@ class Videos(Folder):
         _require_one_clip_a_name(self.path, names)
         texts = _captions(self.path, names, None if self.captions is None else Path(self.captions))
         self.labelled, self.captions_beside = bool(folders), texts == "beside"
+        self.captions_from = ("beside" if self.captions_beside else "file" if texts is not None else
+                              "classes" if folders else "none")
         self._select(names, labels, folders, self.key, "clip")
         self.texts = Names([texts[name] for name in self.names]) if isinstance(texts, dict) else None
         self.captioned = texts is not None or self.labelled
@@ -113,10 +118,12 @@ class Videos(Folder):
         digest = blake2b(self.names.blob + self.labels.tobytes(), digest_size=8)
         if self.texts is not None:
             digest.update(self.texts.blob)
-        captions = ("beside" if self.captions_beside else "file" if self.texts is not None else
-                    "classes" if self.labelled else "none")
-        return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={captions} "
+        return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
                 f"names={digest.hexdigest()}")
+
+    def _caption_words(self) -> str:
+        return {"beside": "captions beside them", "file": f"captions of {self.captions}",
+                "classes": "the classes as captions", "none": "no captions"}[self.captions_from]
 
     def _files(self, names: Names) -> str:
         texts = blake2b(b"" if self.texts is None else self.texts.blob + self.texts.ends.tobytes())
@@ -173,6 +180,9 @@ class Mixed(Source):
 
     def contents(self) -> str:
         return f"{self.videos.contents()} + {self.share} {self.images.contents()}"
+
+    def describe(self) -> str:
+        return f"{self.videos.describe()}; {self.share:.0%} of the samples are images: {self.images.describe()}"
 
 
 def _require_one_clip_a_name(root: Path, names: list[str]) -> None:

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.disk.modes import by_umask
 from dstrain.engine import contents
 from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
@@ -160,6 +161,7 @@ class Checkpoints:
         if group.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
+            by_umask(folder / COMMON)
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""

@@ -21,6 +21,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from dstrain.disk import atomic
+from dstrain.disk.modes import by_umask
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
 from dstrain.systems import config_class
 
@@ -117,6 +118,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        by_umask(temporary)
         if out.is_dir():
             out.rmdir()
         os.rename(temporary, out)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dstrain.disk.modes import by_umask
 from dstrain.engine.checkpoint import ema_decays, read_weights
 from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
@@ -148,6 +149,7 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
         kind = checkpoint_kind(checkpoint, part, ema if ema in ema_decays(checkpoint, part) else None)
         save_file(read_weights(checkpoint, part, kind), folder / f"{part}.safetensors",
                   metadata={"weights": kind, "checkpoint": checkpoint.name})
+    by_umask(folder)
 
 
 def whole(checkpoint: Path) -> Path:

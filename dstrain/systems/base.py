@@ -45,6 +45,8 @@ class SystemConfig(Section):
     """
 
     learns_from: ClassVar[tuple[Kind, ...]] = ("images",)      # which data the system takes
+    num_labels_field: ClassVar[str] = "num_classes"            # the field that is the number of labels, for messages
+    without_labels: ClassVar[str] = ""                         # the override that makes a model learn none, if any
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -64,7 +66,9 @@ class SystemConfig(Section):
 
     @property
     def num_labels(self) -> int | None:
-        """Number of classes that samples are conditioned on; None where labels say nothing."""
+        """Number of classes that samples are conditioned on; None where labels say nothing. Training is refused where
+        the data have another number; 1 needs no classes.
+        """
         return None
 
     @classmethod

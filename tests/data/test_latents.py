@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -20,9 +22,23 @@ from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
 from launch import bench_latents
 from tests.support import first_stage, pictures
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 
 DIT = systems.config_class("dit")
+
+FEW_FILES = """
+import resource, sys
+import numpy as np, torch
+from dstrain.data.latents import Latents
+codes, source = np.load(sys.argv[2]), Latents(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for batch in (300, 40):
+    for index in torch.randperm(300, generator=torch.Generator().manual_seed(0)).split(batch):
+        taken = source.take(index)
+        assert np.array_equal(taken["latent_mean"], codes[index.numpy(), 0, 0]) and len(source._open) <= 16
+        assert torch.equal(taken["label"], index % 3)
+print(source.describe().split(", ")[1])
+"""
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -101,6 +117,16 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
         assert 0 < side.sum() < 24 and torch.equal(whole["key"][rows], key)
         assert np.array_equal(whole["latent_mean"][rows], codes[index, side, 0])
         assert np.array_equal(whole["latent_std"][rows], codes[index, side, 1])
+
+
+def test_more_shards_than_a_process_may_open(tmp_path):
+    """Oracle: the codes that were written, in batches over 300 shards, by a process that may open 64 files."""
+    codes = write(tmp_path / "x", number=300, size=1, flips=1)
+    np.save(tmp_path / "codes.npy", codes)
+    done = subprocess.run([sys.executable, "-c", FEW_FILES, tmp_path / "x", tmp_path / "codes.npy"], text=True,
+                          capture_output=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3 classes of 100\n"
 
 
 def test_a_share_is_held_out(tmp_path):
@@ -197,7 +223,8 @@ def stage(tmp_path):
     path = first_stage.save(tmp_path / "vae")
     write(tmp_path / "x", stage=Autoencoder(str(path)).fingerprint())
     words = [f"data.path={tmp_path / 'x'}", "data.image_size=16", "data.channels=1", "model.patch_size=1",
-             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", f"folder={tmp_path / 'run'}"]
+             "model.hidden_size=32", "model.depth=1", "model.num_heads=2", "model.num_classes=3",
+             f"folder={tmp_path / 'run'}"]
     return tmp_path, path, words
 
 
@@ -269,7 +296,8 @@ def test_another_export_to_the_same_path(stage):
     """Oracle: the values of both exports, in the refusal to go on; a finished run draws with those it learned in."""
     folder, path, words = stage
     words = [*words, f"model.first_stage.path={path}"]
-    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3"]
+    images = [*words, "data.path=builtin:fashion", "model.first_stage.factor=4", "model.in_channels=3",
+              "model.num_classes=10"]
     online, cached = prepared(images).run, prepared(words).run
     (folder / "run.yaml").write_text(recipe.dump(online))
     old, fixed = recipe.load(folder / "run.yaml"), online.model["first_stage"]

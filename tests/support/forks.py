@@ -87,7 +87,9 @@ class Server:
 
     def fork(self, words: list[str], num: int, port: str | None, environment: dict[str, str], log: int) -> Forked:
         """`num` ranks of a script with its arguments, which write to the file `log`."""
-        order = {"words": words, "num": num, "port": port, "environment": environment, "folder": os.getcwd()}
+        os.umask(mask := os.umask(0))                     # there is no other way to ask for it
+        order = {"words": words, "num": num, "port": port, "environment": environment, "folder": os.getcwd(),
+                 "umask": mask}
         return Forked(self._orders, order, log)
 
 
@@ -134,6 +136,7 @@ def guard(order: dict, log: int, news: int) -> NoReturn:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(order["folder"])
+    os.umask(order["umask"])
     os.environ.clear()
     os.environ.update(order["environment"])
     os.write(news, f"{os.getpid()}\n".encode())

@@ -64,6 +64,7 @@ class Flow(Section):
 
 class Config(SystemConfig):
     learns_from = ("images", "latents")
+    without_labels = "model.num_classes=1"
 
     size: Literal[tuple(SIZES)] | None = None
     """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""

@@ -52,12 +52,6 @@ class IDDPMSystem(System):
         kind = SuperResUNet if self.starts_from_data else UNet
         return {"denoiser": kind(**self.config.network_arguments())}
 
-    def accepts(self, source: Any) -> None:
-        """ConfigError: labels are learned, and images without class folders all have the label 0."""
-        if self.config.class_cond and self.config.num_classes > 1 and not source.classes:
-            raise ConfigError("model.class_cond=true, and data.path has no class folders: put the images of each class "
-                              "into a folder of its own, or set model.class_cond=false")
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""

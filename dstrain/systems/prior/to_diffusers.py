@@ -32,15 +32,23 @@ from dstrain.systems.prior.system import PriorSystem
 
 _NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not normalize it"
 _CODE = """\
+import torch
 from diffusers import PriorTransformer
 prior = PriorTransformer.from_pretrained("OUT/prior")
-x_start = prior(x_t, t, text_embed, text_encodings, text_mask).predicted_image_embedding    # t of scheduler/"""
+{mask}with torch.no_grad():    # t is a timestep of scheduler/
+    {output} = prior(x_t, t, text_embed, {encodings}, text_mask).predicted_image_embedding"""
+_EMPTY = """\
+text_mask = torch.ones(len(x_t), 0, dtype=torch.bool, device=x_t.device)    # without a mask attention is not causal
+"""
 TOLERATED = {"with text": 3e-4, "without text": 3e-4}    # relative; diffusers' sinusoids are of float32's exp
 _NULL = Path("prior") / "null_text.safetensors"
 
 
 def about(system: PriorSystem) -> tuple[str, str, str]:
-    return "PriorTransformer", _NOTE if system.config.normalize_embeds else "", _CODE
+    with_tokens = system.config.max_text_len > 0
+    code = _CODE.format(mask="" if with_tokens else _EMPTY, output=system.config.prediction,
+                        encodings="text_encodings" if with_tokens else None)
+    return "PriorTransformer", _NOTE if system.config.normalize_embeds else "", code
 
 
 def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from dstrain import rng
-from dstrain.data.images import open_images
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.systems.base import Request
-from tests.support.pictures import picture
 from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
 
 
@@ -130,20 +128,6 @@ def test_labels_out_of_range():
     del example["label"]
     with pytest.raises(ValueError, match="class_cond=false"):
         system.loss("denoiser", random(system), example)
-
-
-def test_images_without_class_folders(tmp_path):
-    """Oracle: the sources themselves: a flat folder is refused by a model of several classes, and by no other."""
-    (tmp_path / "shirt").mkdir()
-    picture(0, 8, 8, "L").save(tmp_path / "shirt" / "0.png")
-    system = build(**LABELS)
-    for path in (tmp_path, "builtin:fashion"):
-        system.accepts(open_images(path, image_size=8, channels=1))
-    flat = open_images(tmp_path / "shirt", image_size=8, channels=1)
-    with pytest.raises(ValueError, match="class_cond=true, and data.path has no class folders: .*class_cond=false"):
-        system.accepts(flat)
-    build().accepts(flat)
-    build(class_cond=True, num_classes=1).accepts(flat)
 
 
 # ------------------------------------------------------------------------------------------------ sampling, likelihood

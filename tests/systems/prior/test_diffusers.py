@@ -135,6 +135,23 @@ def test_there_and_back(tmp_path, changes):
     assert min(to_diffusers.errors(system, {"denoiser": network}, out, example).values()) > 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, {"max_text_len": 0}])
+def test_the_call_on_the_card(tmp_path, changes):
+    """Oracle: our network, called as in training: what the card's Python computes, run as it stands, to 1e-5."""
+    theirs = published(**({"num_embeddings": 0, "encoder_hid_proj_type": None} if changes else {}))
+    system, network, _ = ours_of(theirs, tmp_path, **changes)
+    to_diffusers.save(system, {"denoiser": network}, tmp_path / "exported")
+    x, t, embed, encodings, mask = inputs()
+    values = {"x_t": x, "t": t, "text_embed": embed} | (
+        {} if changes else {"text_encodings": encodings, "text_mask": mask})
+    exec(to_diffusers.about(system)[2].replace('"OUT', f'"{tmp_path / "exported"}'), values)
+    with torch.no_grad():
+        texts = {name: values[name] for name in values if name.startswith("text_") and not (changes and "mask" in name)}
+        expected = network(x, t, **system.network_inputs(texts, torch.zeros(6).bool()))
+        assert not torch.allclose(network(x, t, embed, encodings, None), expected, rtol=1e-2)     # the mask matters
+    torch.testing.assert_close(values["x_start"], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("prediction", ["x_start", "eps"])
 @pytest.mark.parametrize("total, steps", [(40, 40), (1000, 25), (1000, 7)])
 def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):

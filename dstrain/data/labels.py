@@ -1,0 +1,90 @@
+"""What tells the classes of files, beside one folder for each class; what looks like classes and is none.
+
+    dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
+                     numbers are the labels, and folders say nothing. "labels": null: the files have no labels
+    train/ val/      splits of the data: refused, since they would count as two classes
+    cat_1.png        ADM's convention: not read, but named where a model needs labels
+"""
+
+import json
+import re
+from pathlib import Path
+
+from dstrain.data.source import Source
+from dstrain.recipe import ConfigError
+
+LABELS = "dataset.json"
+_LARGEST = 1 << 20                         # label in a dataset.json
+_SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing)([-_]?\d{4})?", re.IGNORECASE)
+_ASKED = 2000                              # names that are searched for a prefix
+
+
+def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
+    """Label of each name in the folder's dataset.json, empty where it says that there are none; None: no such file.
+
+    A file of that name with other content is someone else's, and is passed over. ConfigError: it cannot be read, or
+    its labels are no whole numbers.
+    """
+    path = root / LABELS
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
+                          "or take it away, and folders are the classes") from None
+    if not isinstance(content, dict) or "labels" not in content:
+        return None
+    rows = content["labels"] or []
+    try:
+        labels = {name: label for name, label in rows}
+    except (TypeError, ValueError):
+        labels = {"": None}
+    wrong = [name for name, label in labels.items()
+             if not (isinstance(name, str) and type(label) is int and 0 <= label < _LARGEST)]
+    if wrong:
+        raise ConfigError(f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_LARGEST - 1:,} (of "
+                          f"{wrong[0]!r}): write those, or take the file away, and folders are the classes")
+    return labels
+
+
+def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
+    """ConfigError: the class folders of a data folder are its splits, train and val."""
+    splits = [name for name in folders if _SPLIT.fullmatch(name)]
+    if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
+        return
+    train = next((name for name in splits if name.lower().startswith("train")), splits[0])
+    others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
+    unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
+    raise ConfigError(f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}"
+                      f"{unseen}")
+
+
+def require_classes(path: str, source: Source, held_out: Source | None, number: int | None, field: str = "",
+                    without: str = "") -> None:
+    """ConfigError where a model that learns `number` labels (None: none) would learn them from data that have others.
+
+    path: of the data, for messages. field, without: SystemConfig.num_labels_field and .without_labels.
+    """
+    classes = len(source.classes)
+    if number is None or classes == number:
+        pass
+    elif classes:
+        raise ConfigError(f"data.path={path} has {classes} classes, and the model learns {number}: write "
+                          f"model.{field}={classes} (weights of init_from then lose their table of labels)")
+    elif number > 1:
+        remedy = f", or write {without} for a model without labels" if without else ""
+        raise ConfigError(f"data.path={path} has no classes, and the model learns {number}: put the images of each "
+                          f"class into a folder of its own{_about_prefixes(source)}{remedy}")
+    if number is not None and number > 1 and held_out is not None and not held_out.classes:
+        raise ConfigError(f"the held-out data have no classes, and data.path={path} has {classes}: put the files of "
+                          "each class into a folder of its own, named as there")
+
+
+def _about_prefixes(source: Source) -> str:
+    """A remark where names begin with what may be classes: cat_1.png, dog_7.png."""
+    names = [source.name(index).rpartition("/")[2] for index in range(0, len(source), -(-len(source) // _ASKED))]
+    prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
+    if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):
+        return ""
+    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read)"

@@ -1,0 +1,41 @@
+"""Modes of files: what the umask leaves, also where a library writes by way of a private temporary file."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+
+def by_umask(path: str | os.PathLike) -> None:
+    """Gives a file, or a folder and everything in it, the modes of what is freshly made there: 0666 & ~umask for
+    files, 0777 & ~umask for folders. Links stay.
+    """
+    path = Path(path)
+    file, folder = _fresh(path if path.is_dir() else path.parent)
+    if not path.is_dir():
+        os.chmod(path, file)
+        return
+    for place, folders, files in os.walk(path):
+        for name in files:
+            if not os.path.islink(os.path.join(place, name)):
+                os.chmod(os.path.join(place, name), file)
+        for name in folders:
+            if not os.path.islink(os.path.join(place, name)):
+                os.chmod(os.path.join(place, name), folder)
+    os.chmod(path, folder)
+
+
+def _fresh(folder: Path) -> tuple[int, int]:
+    """The modes of a new file and a new folder in `folder`. Asking for the umask would change it for all threads."""
+    name = folder / f".mode.{os.getpid()}.{threading.get_ident()}"
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        file = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+    os.mkdir(name)
+    try:
+        return file, stat.S_IMODE(os.stat(name).st_mode)
+    finally:
+        os.rmdir(name)
