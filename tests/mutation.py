@@ -33,24 +33,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-UNIT = ["tests/diffusion", "--deselect=tests/diffusion/test_observed.py"]
-RECIPE = ["tests/recipe"]
+PHENAKI = "dstrain/systems/phenaki"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
     "diffusion": ["dstrain/diffusion/"], "rng": ["dstrain/rng.py"], "order": ["dstrain/data/order.py"],
     "recipe": ["dstrain/recipe/"], "engine": ["dstrain/engine/"],
-    "schedules": ["dstrain/systems/vae/schedules.py", "dstrain/systems/phenaki/masking.py",
-                  "dstrain/systems/phenaki/decoding.py", "dstrain/data/clips.py"],
+    "schedules": ["dstrain/systems/vae/schedules.py", f"{PHENAKI}/masking.py", f"{PHENAKI}/decoding.py"],
 }
 TESTS = {
-    "dstrain/diffusion/": UNIT, "dstrain/rng.py": ["tests/test_rng.py"], "dstrain/data/order.py":
-    ["tests/data/test_order.py"], "dstrain/recipe/": RECIPE,
-    "dstrain/systems/vae/schedules.py": ["tests/systems/vae/test_schedules.py"],
-    "dstrain/systems/phenaki/": ["tests/systems/phenaki/test_masking.py", "tests/systems/phenaki/test_decoding.py"],
-    "dstrain/data/clips.py": ["tests/data/test_clips.py"], "dstrain/engine/": ["tests/engine"],
+    "dstrain/diffusion/": ["tests/diffusion", "--deselect=tests/diffusion/test_observed.py"],
+    "dstrain/rng.py": ["tests/test_rng.py"],
+    "dstrain/data/order.py": ["tests/data/test_order.py"],
+    "dstrain/data/clips.py": ["tests/data/test_clips.py"],
+    "dstrain/recipe/": ["tests/recipe"],
     "dstrain/systems/": ["tests/systems/test_contract.py"],
+    "dstrain/systems/vae/schedules.py": ["tests/systems/vae/test_schedules.py"],
+    f"{PHENAKI}/masking.py": ["tests/systems/phenaki/test_masking.py"],
+    f"{PHENAKI}/decoding.py": ["tests/systems/phenaki/test_decoding.py"],
+    "dstrain/engine/": ["tests/engine"],
+    "dstrain/engine/ema.py": ["tests/engine/test_ema.py"],
+    "dstrain/engine/initial.py": ["tests/engine/test_initial.py"],
+    "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
+    "dstrain/engine/settings.py": ["tests/engine/test_settings.py"],
+    "dstrain/engine/streams.py": ["tests/engine/test_fragments.py"],
+    "dstrain/engine/fragments.py": ["tests/engine/test_fragments.py"],
+    "dstrain/engine/fragment_files.py": ["tests/engine/test_fragments.py", "tests/engine/test_store.py"],
+    "dstrain/engine/store.py": ["tests/engine/test_store.py"],
+    "dstrain/engine/manifest.py": ["tests/engine/test_store.py"],
+    "dstrain/engine/saver.py": ["tests/engine/test_saver.py"],
 }
-PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "xdist", "-p", "no:cacheprovider", "--assert=plain", "-x", "-q",
+PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "xdist", "-p", "no:cacheprovider", "--assert=plain", "-xq",
           "-m", "not slow"]
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
@@ -86,7 +98,8 @@ def changes_of(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not node.value)
         case ast.Constant(value=int()):
             yield ast.Constant(node.value + 1)
-            yield ast.Constant(node.value - 1)
+            if node.value:                        # -1 instead of 0 is the same dimension of a vector
+                yield ast.Constant(node.value - 1)
         case ast.Constant(value=float()):
             yield ast.Constant(2 * node.value if node.value else 1.0)
         case ast.If() | ast.While() | ast.IfExp():
@@ -140,6 +153,12 @@ def mutants_of(path: str, excluded: set[tuple[str, str]]) -> Iterator[Mutant]:
                 whole[index] = old
 
 
+def own_mutant(path: str, old: str, new: str) -> Mutant:
+    text = (ROOT / path).read_text()
+    assert text.count(old) == 1, f"{path} holds {old!r} {text.count(old)} times"
+    return Mutant(path, text[:text.index(old)].count("\n") + 1, f"{old} -> {new}", ast.parse(text.replace(old, new)))
+
+
 def brief(node: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).split("\n")[0]
 
@@ -181,7 +200,7 @@ def run(mutant: Mutant | None, tests: list[str], seconds: int) -> tuple[str, flo
             code = 1
             code = pytest.main([*PYTEST, *tests])
         os._exit(int(code))
-    deadline = time.monotonic() + 20 * seconds                            # CPU time ends loops, this what waits for ever
+    deadline = time.monotonic() + 20 * seconds    # the limit of CPU time ends loops, this ends what waits for ever
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -198,14 +217,15 @@ def load() -> None:
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=tempfile.mkdtemp(),
                       PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     os.chdir(ROOT)
-    for name in ("torch", "torchvision", "deepspeed", "diffusers", "transformers", "pytest", "xdist.plugin", "pydantic", "yaml", "av"):
+    for name in ("torch", "torchvision", "deepspeed", "diffusers", "transformers", "pydantic", "yaml", "av", "pytest",
+                 "xdist.plugin"):
         importlib.import_module(name)
     import hypothesis
     phases = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "generate")]
     hypothesis.settings.register_profile("mutation", database=None, derandomize=True, phases=phases)
     hypothesis.settings.load_profile("mutation")
     gc.collect()
-    gc.freeze()                                   # a garbage collection in a fork would write to all this, and so copy it
+    gc.freeze()                                   # a fork's garbage collection would write to it all
 
 
 def main() -> int:
@@ -215,16 +235,12 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=200, help="mutants to draw; 0 is all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=float, default=90, help="percent that must die")
-    parser.add_argument("--try", nargs=3, dest="own", metavar=("FILE", "OLD", "NEW"), help="one change of your own")
+    parser.add_argument("--try", nargs=3, dest="own", action="append", metavar=("FILE", "OLD", "NEW"),
+                        help="a change of your own; may be repeated")
     options = parser.parse_args()
     lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
-    if options.own:
-        path, old, new = options.own
-        text = (ROOT / path).read_text()
-        assert text.count(old) == 1, f"{path} holds {old!r} {text.count(old)} times"
-        mutants = [Mutant(path, text[:text.index(old)].count("\n") + 1, f"{old} -> {new}",
-                          ast.parse(text.replace(old, new)))]
-    else:
+    mutants = [own_mutant(*words) for words in options.own or ()]
+    if not mutants:
         names = [name for group in options.groups for name in GROUPS[group]] + options.files
         paths = [path.relative_to(ROOT).as_posix() for name in names
                  for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]

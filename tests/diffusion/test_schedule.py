@@ -83,7 +83,8 @@ def test_every_beta_of_the_others():
     for steps in (1000, 250):
         line = [(1e-4 + t / (steps - 1) * (0.02 - 1e-4)) * 1000 / steps for t in range(steps)]
         assert schedule.betas("linear", steps).tolist() == pytest.approx(line, rel=1e-12)
-    assert schedule.betas("warmup10", 5)[0] == pytest.approx(1e-4) and schedule.betas("warmup10", 5)[1] == 0.02
+    assert schedule.betas("warmup10", 5).tolist() == pytest.approx([1e-4] + [0.02] * 4)
+    assert [schedule.betas(name, 1).tolist() for name in ("warmup10", "warmup50")] == [[pytest.approx(1e-4)]] * 2
 
 
 def test_closed_forms():
