@@ -21,6 +21,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import random
 import resource
@@ -76,7 +77,7 @@ class Mutant(NamedTuple):
     path: str                                     # from the root
     line: int
     change: str                                   # scope: old -> new, in words that a moved line does not alter
-    tree: ast.Module
+    where: int | ast.Module                       # its number among the spots of the file, or the changed file
 
 
 def changes_of(node: ast.AST) -> Iterator[ast.AST]:
@@ -134,23 +135,28 @@ def places(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST, str, 
                 yield from places(child, f"{scope}.{inner}".lstrip(".") if isinstance(inner, str) else scope)
 
 
-def mutants_of(path: str, excluded: set[tuple[str, str]]) -> Iterator[Mutant]:
-    module = ast.parse((ROOT / path).read_text())
-    for scope, parent, field, index in list(places(module)):
-        whole = getattr(parent, field)
-        old = whole if index is None else whole[index]
-        for new in changes_of(old):
-            text = f"{scope or 'module'}: {brief(old)} -> {brief(new)}"
-            if index is None:
-                setattr(parent, field, new)
-            else:
-                whole[index] = new
-            if (path, text) not in excluded:
-                yield Mutant(path, getattr(old, "lineno", 0), text, ast.fix_missing_locations(copy.deepcopy(module)))
-            if index is None:
-                setattr(parent, field, old)
-            else:
-                whole[index] = old
+def spots(module: ast.Module) -> Iterator[tuple[str, ast.AST, str, int | None, ast.AST, ast.AST]]:
+    """(scope, parent, field, index, old, new) of every change, in one order."""
+    for scope, parent, field, index in places(module):
+        old = getattr(parent, field) if index is None else getattr(parent, field)[index]
+        yield from ((scope, parent, field, index, old, new) for new in changes_of(old))
+
+
+def mutants_of(path: str) -> Iterator[Mutant]:
+    for number, (scope, *_, old, new) in enumerate(spots(ast.parse((ROOT / path).read_text()))):
+        yield Mutant(path, getattr(old, "lineno", 0), f"{scope or 'module'}: {brief(old)} -> {brief(new)}", number)
+
+
+def tree_of(mutant: Mutant) -> ast.Module:
+    if isinstance(mutant.where, ast.Module):
+        return mutant.where
+    module = ast.parse((ROOT / mutant.path).read_text())
+    _, parent, field, index, _, new = next(itertools.islice(spots(module), mutant.where, None))
+    if index is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[index] = new
+    return ast.fix_missing_locations(module)
 
 
 def own_mutant(path: str, old: str, new: str) -> Mutant:
@@ -160,7 +166,7 @@ def own_mutant(path: str, old: str, new: str) -> Mutant:
 
 
 def brief(node: ast.AST) -> str:
-    return ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).split("\n")[0]
+    return ast.unparse(node).split("\n")[0]
 
 
 class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
@@ -174,7 +180,7 @@ class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader)
         return importlib.util.spec_from_loader(name, self) if name == self.module else None
 
     def get_code(self, name: str) -> Any:
-        return compile(self.mutant.tree, self.path, "exec")
+        return compile(tree_of(self.mutant), self.path, "exec")
 
 
 def tests_of(path: str) -> list[str]:
@@ -244,7 +250,8 @@ def main() -> int:
         names = [name for group in options.groups for name in GROUPS[group]] + options.files
         paths = [path.relative_to(ROOT).as_posix() for name in names
                  for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
-        mutants = [mutant for path in paths for mutant in mutants_of(path, {(line[0], line[1]) for line in lines})]
+        mutants = [mutant for path in paths for mutant in mutants_of(path)
+                   if [mutant.path, mutant.change] not in [line[:2] for line in lines]]
         random.Random(options.seed).shuffle(mutants)
     load()
     limit, counts, survivors = {}, {"killed": 0, "survived": 0, "stillborn": 0}, []
