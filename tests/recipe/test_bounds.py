@@ -1,13 +1,14 @@
 """What values a recipe may hold, what it means where it is silent, and the words of its errors at their edges."""
 
+import math
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, fields, plain_types, subsection
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, plain_types, subsection
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -185,3 +186,22 @@ def test_home_is_expanded_in_every_path():
     assert (run.folder, run.init_from) == (Path(home, "c"), Path(home, "d")) and run.directory == Path(home, "c")
     assert recipe.load(None, ["data.path=a/~b", "name=n"]).data.path == "a/~b"
     assert recipe.load(None, ["name=n"]).directory == Path("runs/n")
+
+
+class Own(Section):
+    width: float = Field(1.0, alias="wide")
+    """How wide it is."""
+    title: str = "a"
+
+
+def test_what_every_section_has_in_common():
+    """Oracle: the contract of Section: values never change, unknown keys and infinities are refused, a number may stand
+    where a text is meant, a field goes by its own name and by its alias, and the docstring below it describes it.
+    """
+    assert Own(wide=2).width == Own(width=2).width == 2 and Own(title=2024).title == "2024"
+    assert Own.model_fields["width"].description == "How wide it is."
+    for values in ({"wide": math.inf}, {"wide": math.nan}, {"wide": True}, {"height": 1}):
+        with pytest.raises(ValidationError):
+            Own(**values)
+    with pytest.raises(ValidationError, match="frozen"):
+        Own().title = "b"
