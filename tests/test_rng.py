@@ -83,6 +83,54 @@ def test_independence(seed, step):
         assert abs(correlation(base.square(), other.square())) < 5, what
 
 
+NAMES = ("noise", "noise/0", "timestep", "drop", "bound/1", "bound/2")
+DRAWS = {"uniform": lambda key, name, count: rng.uniform(key, name, (count,)),
+         "normal": lambda key, name, count: torch.special.ndtr(rng.normal(key, name, (count,))),
+         "integers": lambda key, name, count: rng.integers(key, name, 1 << 30, (count,)) / (1 << 30)}
+
+
+def cube(draw: str, seed: int) -> torch.Tensor:
+    """Uniform numbers of seeds x steps x positions x names x elements, a dimension for each; 2, 4, 8, 6, 40 long."""
+    batches = [[keyed((seed + 1000 * high) % 2 ** 63, step) for step in range(4)] for high in range(2)]
+    return torch.stack([torch.stack([torch.stack([DRAWS[draw](key, name, 40) for name in NAMES], 1) for key in steps])
+                        for steps in batches])
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("seed", [0, 1, 2 ** 40])
+def test_no_value_is_drawn_twice(draw, seed):
+    """Oracle: the birthday problem: among 15,360 values, which have 24 bits or more, about 7 pairs are equal by chance;
+    were one dimension blind, or each value drawn twice, there would be thousands.
+    """
+    values = cube(draw, seed)
+    assert values.numel() == 15_360 and values.numel() - len(values.unique()) < 40
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("seed", [0, 1, 2 ** 40])
+def test_pairs_are_independent(draw, seed):
+    """Oracle: chi-square of pairs in 8 x 8 cells, 63 degrees of freedom; above 128 with probability 2e-6. Pairs lie side
+    by side, two apart, or half a length apart, along each dimension: seeds, steps, positions, names, elements.
+    """
+    cells = (cube(draw, seed) * 8).long()
+    for dimension, size in enumerate(cells.shape):
+        for lag in {1, 2, size // 2} - {0, size}:
+            one, other = cells.narrow(dimension, lag, size - lag), cells.narrow(dimension, 0, size - lag)
+            counts = torch.bincount((8 * one + other).flatten(), minlength=64).double()
+            expected = one.numel() / 64
+            assert float(((counts - expected) ** 2 / expected).sum()) < 128, (dimension, lag)
+
+
+def test_all_bits_of_keys_are_even():
+    """Oracle: a fair coin for each of the 64 bits, by itself and with each other bit: counts within 5.5 deviations."""
+    for key in (rng.keys(3, 5, torch.arange(COUNT)), rng.keys_of_seeds(torch.arange(COUNT))):
+        bits = (key[:, None] >> torch.arange(64) & 1).double() - 0.5
+        assert float(bits.sum(0).abs().max()) < 5.5 * 0.5 * math.sqrt(COUNT)
+        pairs = (bits.t() @ bits).fill_diagonal_(0)
+        assert float(pairs.abs().max()) < 5.5 * 0.25 * math.sqrt(COUNT)
+    assert not set(rng.keys(0, 0, torch.arange(COUNT)).tolist()) & set(rng.keys_of_seeds(torch.arange(COUNT)).tolist())
+
+
 @given(SEEDS, st.integers(1, 12), st.integers(0, 12), st.integers(0, 40))
 @settings(deadline=None, max_examples=40, derandomize=True)
 def test_a_draw_belongs_to_its_sample(seed, count, cut, step):

@@ -10,6 +10,7 @@ from PIL import Image
 from dstrain.data import clips, pixels
 from dstrain.data.clips import Cut, list_frames, read_clip
 from dstrain.data.pixels import center_crop, to_tensor
+from dstrain.recipe import ConfigError
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
 from tests.support.pictures import picture
 
@@ -246,3 +247,15 @@ def test_a_file_whose_end_is_missing(tmp_path):
     assert read_clip(fast, Cut(3, 32, 48), 0.0)[1] == 3
     with pytest.raises(Exception, match="ends after|Invalid|damaged"):
         read_clip(fast, Cut(3, 32, 48), 0.999)
+
+
+@pytest.mark.parametrize("count", [42, 50])
+def test_a_listing_that_promises_too_much(tmp_path, count):
+    """Oracle: the number of frames that were written; the window that ends at the last of them is whole."""
+    path = write(tmp_path / "a.mkv", moving(COUNT), *LOSSLESS["ffv1.mkv"])
+    listing = list_frames(path)._replace(count=count)
+    whole_one, real, _ = read_clip(path, Cut(count, 32, 48), listing=listing._replace(count=COUNT))
+    assert real == COUNT and torch.equal(whole_one[:COUNT], as_clip(moving(COUNT)))
+    for cut, chance in ((Cut(count, 32, 48), None), (Cut(3, 32, 48), 0.999)):
+        with pytest.raises(ConfigError, match=f"^ends after {COUNT} of {count} frames$"):
+            read_clip(path, cut, chance, listing)

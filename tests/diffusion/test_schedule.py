@@ -53,6 +53,40 @@ def test_cosine():
     assert torch.equal(betas, schedule.betas("squaredcos_cap_v2", 100))
 
 
+def test_cosine_is_the_papers():
+    """Oracle: Equation 17 of Nichol & Dhariwal 2021 by the math library: 1 - f(t) / f(t - 1), t = 1 ... T, at most 0.999.
+    """
+    for steps in (10, 1000):
+        f = lambda t: math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2
+        expected = [min(1 - f(t) / f(t - 1), 0.999) for t in range(1, steps + 1)]
+        assert schedule.betas("cosine", steps).tolist() == pytest.approx(expected, rel=1e-9)
+        kept = torch.cumprod(1 - schedule.betas("cosine", steps), 0)[:-1]
+        assert kept.tolist() == pytest.approx([f(t) / f(0) for t in range(1, steps)], rel=1e-9)
+
+
+def test_every_beta_of_the_others():
+    """Oracle: DDPM's lists at T = 20, element by element, computed here by the math library; linear also at T = 1000,
+    where the paper's own end points stand.
+    """
+    part = [t / 19 for t in range(20)]
+    expected = {
+        "linear": [50 * (1e-4 + p * (0.02 - 1e-4)) for p in part],
+        "quad": [(0.01 + p * (math.sqrt(0.02) - 0.01)) ** 2 for p in part],
+        "warmup10": [1e-4, 0.02] + [0.02] * 18,
+        "warmup50": [1e-4 + min(t / 9, 1) * (0.02 - 1e-4) for t in range(20)],
+        "const": [0.02] * 20,
+        "jsd": [1 / (20 - t) for t in range(20)],
+    }
+    for name, values in expected.items():
+        if name != "linear":                      # 50 * 0.02 is 1, and rounding may lie above
+            assert schedule.betas(name, 20).tolist() == pytest.approx(values, rel=1e-12), name
+    for steps in (1000, 250):
+        line = [(1e-4 + t / (steps - 1) * (0.02 - 1e-4)) * 1000 / steps for t in range(steps)]
+        assert schedule.betas("linear", steps).tolist() == pytest.approx(line, rel=1e-12)
+    assert schedule.betas("warmup10", 5).tolist() == pytest.approx([1e-4] + [0.02] * 4)
+    assert [schedule.betas(name, 1).tolist() for name in ("warmup10", "warmup50")] == [[pytest.approx(1e-4)]] * 2
+
+
 def test_closed_forms():
     """Oracle: end points and shapes as DDPM's experiments define them, computed here by hand."""
     linear, quad = schedule.betas("linear", 500), schedule.betas("quad", 11)

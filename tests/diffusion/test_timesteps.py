@@ -1,5 +1,7 @@
 """Timestep samplers against the original's weights and against a history kept one loss at a time."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -85,6 +87,36 @@ def test_uniform_until_every_history_is_full():
     assert torch.equal(sampler.sample(torch.rand(9))[1], torch.ones(9))
     sampler.observe(torch.tensor([2]), torch.ones(1) * 9)
     assert sampler.sample(torch.tensor([0.99]))[1] < 1
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_probabilities(readable, monkeypatch):
+    """Oracle: the formula by hand: sqrt of the mean square, normalized, a share mixed with 1 / T; the same for losses of
+    any size, and uniform where all are 0.
+    """
+    monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
+    for scale in (1.0, 1e-6, 1e6):
+        sampler = LossSecondMomentSampler(3, 2, uniform_prob=0.25)
+        sampler.observe(torch.tensor([0, 1, 2, 0, 1, 2]), scale * torch.tensor([3.0, 0.0, 1.0, 4.0, 0.0, 7.0]))
+        roots = [math.sqrt(12.5), 0.0, 5.0]
+        expected = [0.75 * root / sum(roots) + 0.25 / 3 for root in roots]
+        assert sampler.probabilities().tolist() == pytest.approx(expected, rel=1e-6)
+    sampler = LossSecondMomentSampler(3, 1)
+    sampler.observe(torch.arange(3), torch.zeros(3))
+    assert sampler.probabilities().tolist() == pytest.approx([1 / 3] * 3)
+    t, weights = sampler.sample(torch.tensor([0.1, 0.5, 0.9]))
+    assert t.tolist() == [0, 1, 2] and weights.tolist() == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_timesteps_without_mass_are_never_drawn(count):
+    """Oracle: the inverse of the distribution at a number where several timesteps end: the next that has mass; by a plain
+    search and by the table of large draws.
+    """
+    sampler = LossSecondMomentSampler(4, 1, uniform_prob=0.0)
+    sampler.observe(torch.arange(4), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    t, weights = sampler.sample(torch.full((count,), 0.5))
+    assert t.tolist() == [3] * count and weights.tolist() == [0.5] * count
 
 
 def test_state():

@@ -54,7 +54,7 @@ def content(path):
 
 def test_the_same_bytes_on_two_ranks(made, tmp_path):
     """Oracle: the bytes that one process wrote."""
-    finish(encoding(made, tmp_path / "two", num=2, launcher=True))
+    finish(encoding(made, tmp_path / "two", num=2))
     assert len(content(made / "one")) == 14 and content(tmp_path / "two") == content(made / "one")
 
 
@@ -172,8 +172,7 @@ def test_the_whole_way(tmp_path):
     run, stage, codes, dit = (tmp_path / name for name in ("vae", "first_stage", "latents", "dit"))
     overrides = [f"folder={run}", "model.kl.discriminator=null"]
     assert "complete: 40 steps" in finish(command("launch/train.py", "--recipe", ROOT / "tests/launch/tiny-vae.yaml",
-                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2,
-                                                  launcher=True))
+                                                  "--ds_config", ds_config(tmp_path, 2), *overrides, num=2))
     output = finish(command("launch/export.py", run, "--out", stage, num=1))
     scale = float(re.search(r"scaling_factor ([\d.]+)", output)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)

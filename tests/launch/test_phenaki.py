@@ -1,4 +1,5 @@
-"""Phenaki through the real launcher: a tokenizer, its tokens, MaskGit with its critic, clips from texts and scenes."""
+"""Phenaki by its commands: a tokenizer, its tokens by `deepspeed`, MaskGit with its critic, clips of texts and scenes.
+"""
 
 import json
 from functools import partial
@@ -21,7 +22,7 @@ def killed_and_whole(folder, stage, *words, recipe):
     """The folder of an undisturbed run on 2 ranks; asserts that a killed and resumed run ends with the same bits."""
     whole, killed = folder / "whole", folder / "killed"
     assert f"complete: {STEPS} steps" in finish(train(whole, stage, *words, recipe=recipe))
-    command_again = partial(train, killed, stage, *words, recipe=recipe, launcher=stage == 2)
+    command_again = partial(train, killed, stage, *words, recipe=recipe)
     kill_in_the_middle(command_again(), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
     finish(command_again())

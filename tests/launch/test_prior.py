@@ -46,7 +46,7 @@ def test_kill_minus_nine(tmp_path, stage):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = encoded(tmp_path / "pairs") if stage == 3 else []            # text tokens, and a null text for them
     assert "complete: 60 steps" in finish(train(whole, stage, *words, recipe=RECIPE))
-    command_again = partial(train, killed, stage, *words, recipe=RECIPE, launcher=stage == 2)
+    command_again = partial(train, killed, stage, *words, recipe=RECIPE)
     kill_in_the_middle(command_again(), killed, 20)
     assert not (killed / "checkpoints" / "step_00000060").exists(), "killed too late to show anything"
     finish(command_again())

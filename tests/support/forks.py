@@ -3,8 +3,8 @@
 Imports take most of the time of a short run: seven of the eight seconds of a rank with sixty tiny steps. A fork saves
 them. Ranks are forked after the imports and before any thread, process group or device exists. Besides modules, forks
 share the hash seed, and so the order of sets of strings; this is one reason why some tests use the real launcher.
-Processes stay fresh where torch sees a GPU, which forks cannot share, and for commands with their own environment: see
-launch.py.
+Processes stay fresh where torch sees a GPU, which forks cannot share, and for commands with an environment of their own
+but for PYTHONPATH: see launch.py.
 
     tests           Server -> one process of this file, by a socket: words, environment, a file to write to
     this process    forks a guardian, which forks a leader of a new session, waits, and tells its exit code
@@ -176,6 +176,7 @@ def become(words: list[str]) -> NoReturn:
     to memory that all forks share, and take most of the time.
     """
     sys.argv, sys.path[0], code = words, str(Path(words[0]).parent), 0
+    sys.path[1:1] = [folder for folder in os.environ["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
     try:
         runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ended:

@@ -1,0 +1,74 @@
+"""The arithmetic of the averages, on flats without an engine; with engines see test_engines.py."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dstrain.engine.ema import EmaShadow
+from dstrain.recipe import ConfigError, Ema
+
+STEPS = 12
+
+
+class Flats:
+    """What EmaShadow uses of Masters: flats that an optimizer would step, and a way to show others."""
+
+    def __init__(self, *sizes: int):
+        self.flats = [torch.zeros(size) for size in sizes]
+        self.shown: list[torch.Tensor] = []
+
+    def step(self, step: int) -> None:
+        for number, flat in enumerate(self.flats):
+            flat.copy_(torch.arange(len(flat)) + 10.0 * number + step ** 2)
+
+    @contextmanager
+    def showing(self, values: list[torch.Tensor]):
+        self.shown = values
+        yield
+        self.shown = []
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_update(warmup):
+    """Oracle: the average of all weights so far by Python floats, d = min(decay, (1 + s) / (10 + s)) in the warm-up;
+    a step that was not applied, and a part that waits, leave it as it is.
+    """
+    masters = {"one": Flats(3, 2), "two": Flats(1), "plain": Flats(2)}
+    for flats in masters.values():
+        flats.step(7)
+    shadow = EmaShadow(masters, Ema(decays=(0.5, 0.9), warmup=warmup), ("one", "two"))
+    expected = {(part, decay): [flat.tolist() for flat in masters[part].flats] for part in ("one", "two")
+                for decay in (0.5, 0.9)}
+    for step in range(STEPS):
+        applied = {"one": step != 4, "two": step > 5}
+        for flats in masters.values():
+            flats.step(step)
+        shadow.update(step, applied if step != 8 else {})
+        for (part, decay), values in expected.items():
+            if applied[part] and step != 8:
+                d = min(decay, (1 + step) / (10 + step)) if warmup else decay
+                expected[part, decay] = [[d * old + (1 - d) * new for old, new in zip(olds, flat.tolist())]
+                                         for olds, flat in zip(values, masters[part].flats)]
+    assert set(shadow.flats) == {"one", "two"}
+    for (part, decay), values in expected.items():
+        for flat, numbers in zip(shadow.flats[part][decay], values, strict=True):
+            assert flat.tolist() == pytest.approx(numbers, rel=1e-6)
+
+
+def test_reset_and_what_is_shown():
+    """Oracle: the masters' values, copied, not shared; the averages of the decay that is named, else of the first."""
+    masters = {"one": Flats(3), "two": Flats(2)}
+    shadow = EmaShadow(masters, Ema(decays=(0.9, 0.5)), ("one",))
+    masters["one"].step(3)
+    shadow.reset()
+    masters["one"].step(5)
+    for flats in shadow.flats["one"].values():
+        assert flats[0].tolist() == [9.0, 10.0, 11.0]
+    for decay, chosen in ((None, 0.9), (0.9, 0.9), (0.5, 0.5)):
+        with shadow.swapped(decay):
+            assert masters["one"].shown is shadow.flats["one"][chosen] and masters["two"].shown == []
+    with pytest.raises(ConfigError, match="no EMA of decay 0.7; ema.decays has 0.9, 0.5"), shadow.swapped(0.7):
+        pass
+    with EmaShadow(masters, Ema(decays=()), ("one",)).swapped():
+        assert masters["one"].shown == []

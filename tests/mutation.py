@@ -1,0 +1,278 @@
+"""Do the unit tests notice a changed program? Changes one place at a time, and runs the tests of that module.
+
+    python -m tests.mutation --sample 60 diffusion rng order            # 60 mutants of these groups, drawn by --seed 0
+    python -m tests.mutation --files dstrain/engine/ema.py --sample 0   # every mutant of one file
+    python -m tests.mutation --try dstrain/rng.py "(numel + 1) // 2" "numel // 2"         # one change of your own
+
+A mutant is killed if a test fails or runs for longer than its limit of CPU time. Survivors are printed with their
+place; exit code 1 where fewer than --least of 100 died. Mutants that change nothing that a caller can see are named in
+mutation.txt, each with the reason, and are not drawn. Mutants that cannot be imported are not counted.
+
+No file is written: a process that has loaded the libraries is forked for each mutant, and its import of the module
+compiles the changed syntax tree. So tests that start fresh processes do not see the change; slow tests are left out.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PHENAKI = "dstrain/systems/phenaki"
+# What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
+GROUPS = {
+    "diffusion": ["dstrain/diffusion/"], "rng": ["dstrain/rng.py"], "order": ["dstrain/data/order.py"],
+    "recipe": ["dstrain/recipe/"], "engine": ["dstrain/engine/"],
+    "schedules": ["dstrain/systems/vae/schedules.py", f"{PHENAKI}/masking.py", f"{PHENAKI}/decoding.py"],
+}
+TESTS = {
+    "dstrain/diffusion/": ["tests/diffusion", "--deselect=tests/diffusion/test_observed.py"],
+    "dstrain/rng.py": ["tests/test_rng.py"],
+    "dstrain/data/order.py": ["tests/data/test_order.py"],
+    "dstrain/data/clips.py": ["tests/data/test_clips.py"],
+    "dstrain/recipe/": ["tests/recipe"],
+    "dstrain/systems/": ["tests/systems/test_contract.py"],
+    "dstrain/systems/vae/schedules.py": ["tests/systems/vae/test_schedules.py"],
+    f"{PHENAKI}/masking.py": ["tests/systems/phenaki/test_masking.py"],
+    f"{PHENAKI}/decoding.py": ["tests/systems/phenaki/test_decoding.py"],
+    "dstrain/engine/": ["tests/engine"],
+    "dstrain/engine/ema.py": ["tests/engine/test_ema.py"],
+    "dstrain/engine/initial.py": ["tests/engine/test_initial.py"],
+    "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
+    "dstrain/engine/settings.py": ["tests/engine/test_settings.py"],
+    "dstrain/engine/streams.py": ["tests/engine/test_fragments.py"],
+    "dstrain/engine/fragments.py": ["tests/engine/test_fragments.py"],
+    "dstrain/engine/fragment_files.py": ["tests/engine/test_fragments.py", "tests/engine/test_store.py"],
+    "dstrain/engine/store.py": ["tests/engine/test_store.py"],
+    "dstrain/engine/manifest.py": ["tests/engine/test_store.py"],
+    "dstrain/engine/saver.py": ["tests/engine/test_saver.py"],
+}
+PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "xdist", "-p", "no:cacheprovider", "--assert=plain", "-xq",
+          "-m", "not slow"]
+SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitAnd, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
+    ast.Or: ast.And}
+
+
+class Mutant(NamedTuple):
+    path: str                                     # from the root
+    line: int
+    change: str                                   # scope: old -> new, in words that a moved line does not alter
+    where: int | ast.Module                       # its number among the spots of the file, or the changed file
+
+
+def changes_of(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in the place of a node."""
+    def with_(**fields: Any) -> ast.AST:
+        twin = copy.copy(node)
+        for name, value in fields.items():
+            setattr(twin, name, value)
+        return twin
+
+    match node:
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPS:
+            yield with_(op=SWAPS[type(op)]())
+        case ast.Compare(ops=[op, *rest]):
+            yield with_(ops=[SWAPS[type(op)](), *rest])
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield node.operand
+        case ast.Constant(value=bool()):
+            yield ast.Constant(not node.value)
+        case ast.Constant(value=int()):
+            yield ast.Constant(node.value + 1)
+            if node.value:                        # -1 instead of 0 is the same dimension of a vector
+                yield ast.Constant(node.value - 1)
+        case ast.Constant(value=float()):
+            yield ast.Constant(2 * node.value if node.value else 1.0)
+        case ast.If() | ast.While() | ast.IfExp():
+            yield with_(test=ast.UnaryOp(ast.Not(), node.test))
+        case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
+            yield with_(value=ast.Constant(None))
+        case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
+            yield with_(args=[second, first, *rest])
+        case ast.Slice(lower=lower, upper=upper):
+            for name, bound in (("lower", lower), ("upper", upper)):
+                if bound is not None and not isinstance(bound, ast.Constant):
+                    yield with_(**{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))})
+    if isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.AugAssign)) or (
+            isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Constant, ast.Yield))) or (
+            isinstance(node, ast.Assign) and not isinstance(node.targets[0], (ast.Name, ast.Tuple))):
+        yield ast.Pass()
+
+
+def places(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST, str, int | None]]:
+    """(scope, parent, field, index) of what may be changed: not texts, messages, or annotations but for their calls."""
+    for name, value in ast.iter_fields(node):
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr):
+                continue
+            if name in ("annotation", "returns", "decorator_list"):
+                for call in (inner for inner in ast.walk(child) if isinstance(inner, ast.Call)):
+                    yield from places(call, scope)
+                continue
+            yield scope, node, name, index
+            if not isinstance(child, ast.Raise):
+                inner = getattr(child, "name", None) if hasattr(child, "body") else None
+                yield from places(child, f"{scope}.{inner}".lstrip(".") if isinstance(inner, str) else scope)
+
+
+def spots(module: ast.Module) -> Iterator[tuple[str, ast.AST, str, int | None, ast.AST, ast.AST]]:
+    """(scope, parent, field, index, old, new) of every change, in one order."""
+    for scope, parent, field, index in places(module):
+        old = getattr(parent, field) if index is None else getattr(parent, field)[index]
+        yield from ((scope, parent, field, index, old, new) for new in changes_of(old))
+
+
+def mutants_of(path: str) -> Iterator[Mutant]:
+    for number, (scope, *_, old, new) in enumerate(spots(ast.parse((ROOT / path).read_text()))):
+        yield Mutant(path, getattr(old, "lineno", 0), f"{scope or 'module'}: {brief(old)} -> {brief(new)}", number)
+
+
+def tree_of(mutant: Mutant) -> ast.Module:
+    if isinstance(mutant.where, ast.Module):
+        return mutant.where
+    module = ast.parse((ROOT / mutant.path).read_text())
+    _, parent, field, index, _, new = next(itertools.islice(spots(module), mutant.where, None))
+    if index is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[index] = new
+    return ast.fix_missing_locations(module)
+
+
+def own_mutant(path: str, old: str, new: str) -> Mutant:
+    text = (ROOT / path).read_text()
+    assert text.count(old) == 1, f"{path} holds {old!r} {text.count(old)} times"
+    return Mutant(path, text[:text.index(old)].count("\n") + 1, f"{old} -> {new}", ast.parse(text.replace(old, new)))
+
+
+def brief(node: ast.AST) -> str:
+    return ast.unparse(node).split("\n")[0]
+
+
+class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Loads one module from a changed tree, and all others as ever."""
+
+    def __init__(self, mutant: Mutant):
+        self.mutant, self.module = mutant, mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        super().__init__(self.module, str(ROOT / mutant.path))
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name == self.module else None
+
+    def get_code(self, name: str) -> Any:
+        return compile(tree_of(self.mutant), self.path, "exec")
+
+
+def tests_of(path: str) -> list[str]:
+    return TESTS[max((name for name in TESTS if path.startswith(name)), key=len)]
+
+
+def run(mutant: Mutant | None, tests: list[str], seconds: int) -> tuple[str, float]:
+    """'killed', 'survived' or 'stillborn' (does not import), and the CPU seconds. None is the program as it is."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        quiet = os.open(os.environ.get("MUTATION_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        code = 9
+        with contextlib.suppress(BaseException):
+            if mutant:
+                sys.meta_path.insert(0, loader := Loader(mutant))
+                importlib.import_module(loader.module)
+            import pytest
+            code = 1
+            code = pytest.main([*PYTEST, *tests])
+        os._exit(int(code))
+    deadline = time.monotonic() + 20 * seconds    # the limit of CPU time ends loops, this ends what waits for ever
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    status = ended[1] if ended[0] else os.waitpid(pid, 0)[1]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = os.waitstatus_to_exitcode(status)
+    verdict = {0: "survived", 9: "stillborn"}.get(code, "killed")
+    return verdict, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def load() -> None:
+    """Imports what tests need and what no mutant changes."""
+    os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=tempfile.mkdtemp(),
+                      PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.chdir(ROOT)
+    for name in ("torch", "torchvision", "deepspeed", "diffusers", "transformers", "pydantic", "yaml", "av", "pytest",
+                 "xdist.plugin"):
+        importlib.import_module(name)
+    import hypothesis
+    phases = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "generate")]
+    hypothesis.settings.register_profile("mutation", database=None, derandomize=True, phases=phases)
+    hypothesis.settings.load_profile("mutation")
+    gc.collect()
+    gc.freeze()                                   # a fork's garbage collection would write to it all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--files", nargs="*", default=[], help="files or folders beside those of the groups")
+    parser.add_argument("--sample", type=int, default=200, help="mutants to draw; 0 is all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=float, default=90, help="percent that must die")
+    parser.add_argument("--try", nargs=3, dest="own", action="append", metavar=("FILE", "OLD", "NEW"),
+                        help="a change of your own; may be repeated")
+    options = parser.parse_args()
+    lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
+    mutants = [own_mutant(*words) for words in options.own or ()]
+    if not mutants:
+        names = [name for group in options.groups for name in GROUPS[group]] + options.files
+        paths = [path.relative_to(ROOT).as_posix() for name in names
+                 for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
+        mutants = [mutant for path in paths for mutant in mutants_of(path)
+                   if [mutant.path, mutant.change] not in [line[:2] for line in lines]]
+        random.Random(options.seed).shuffle(mutants)
+    load()
+    limit, counts, survivors = {}, {"killed": 0, "survived": 0, "stillborn": 0}, []
+    for mutant in mutants:
+        if options.sample and counts["killed"] + counts["survived"] == options.sample:
+            break
+        tests = tests_of(mutant.path)
+        if (name := " ".join(tests)) not in limit:
+            verdict, took = run(None, tests, 3600)
+            assert verdict == "survived", f"the tests fail without a change: pytest {name}"
+            limit[name] = int(30 + 4 * took)
+            print(f"{took:5.1f} s of CPU: {name}", flush=True)
+        verdict, took = run(mutant, tests, limit[name])
+        counts[verdict] += 1
+        line = f"{verdict:9} {took:5.1f} s  {mutant.path}:{mutant.line}  {mutant.change}"
+        survivors += [line] if verdict == "survived" else []
+        print(line, flush=True)
+    share = 100 * counts["killed"] / max(counts["killed"] + counts["survived"], 1)
+    print(*survivors, f"{counts} of {len(mutants)}: {share:.1f} % killed", sep="\n")
+    return int(share < options.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

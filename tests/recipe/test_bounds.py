@@ -1,0 +1,207 @@
+"""What values a recipe may hold, what it means where it is silent, and the words of its errors at their edges."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError
+
+from dstrain import recipe
+from dstrain.recipe import ConfigError, Run, problems
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, plain_types, subsection
+
+# A changed default would change every recipe that leaves the key out, without a word.
+DEFAULTS = {
+    "name": "dit-small", "system": "dit", "folder": None, "steps": 1000, "seed": 0, "init_from": None,
+    "compile": "auto", "channels_last": False, "model": {},
+    "data.path": "builtin:fashion", "data.image_size": 32, "data.height": None, "data.num_frames": None,
+    "data.frame_stride": 1, "data.image_share": 0.2, "data.channels": 3, "data.flip": True, "data.held_out": 0.0,
+    "data.draft": False, "data.max_bad_fraction": 0.01, "data.workers": None, "data.splits": (0.75, 0.15, 0.1),
+    "batch.global": 64, "batch.micro": None,
+    "optimizer.name": "adamw", "optimizer.lr": 1e-4, "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "optimizer.warmup": 0, "optimizer.schedule": "constant",
+    "optimizer.final_lr": 0.0, "optimizer.decay_steps": None, "ema.decays": (0.9999,), "ema.warmup": False,
+    "every.report": 50, "every.sample": 500, "every.evaluate": 500, "every.evaluate_samples": 0, "every.save": 500,
+    "save.format": "fragments", "save.keep": 2, "save.keep_every": 0, "save.best": False, "save.asynchronous": True,
+    "samples.num": 40, "samples.num_steps": 50, "samples.guidance_scale": 1.0, "samples.seed": 0, "samples.ema": None,
+    "track.wandb": "auto", "track.project": "dstrain", "track.tensorboard": False, "track.artifact": False,
+    "faults.max_skipped": 20, "faults.orphan_check": True, "faults.timeout_minutes": 30,
+}
+
+# Overrides that pass, and the nearest that do not; % stands between several.
+EDGES = [
+    ("steps=1", "steps=0"), ("seed=0", "seed=-1"), (f"seed={2 ** 63 - 1}", f"seed={2 ** 63}"),
+    ("data.image_size=1", "data.image_size=0"), ("data.channels=4", "data.channels=2"),
+    ("data.channels=1", "data.channels=0"), ("data.workers=0", "data.workers=-1"),
+    ("data.held_out=0.99", "data.held_out=1"), ("data.held_out=0", "data.held_out=-0.01"),
+    ("data.held_out=0.1", "data.held_out=0.1%data.held_out_path=/x"),
+    ("data.max_bad_fraction=1", "data.max_bad_fraction=1.01"),
+    ("data.num_frames=5%data.height=8", "data.height=8"),
+    ("data.num_frames=2%data.frame_stride=2", "data.frame_stride=2"),
+    ("data.num_frames=1%data.captions=x", "data.captions=x"), ("data.num_frames=1%data.images=x", "data.images=x"),
+    ("data.num_frames=1%data.channels=3", "data.num_frames=1%data.channels=4"),
+    ("data.num_frames=1%data.images=x%data.image_share=0.99", "data.num_frames=1%data.images=x%data.image_share=1"),
+    ("data.num_frames=1%data.images=x%data.image_share=0.01", "data.num_frames=1%data.images=x%data.image_share=0"),
+    ("data.image_share=1", "data.image_share=1.1"),
+    ("batch.global=1", "batch.global=0"), ("batch.global=6%batch.micro=3", "batch.global=6%batch.micro=4"),
+    ("batch.global=6%batch.micro=6", "batch.global=6%batch.micro=12"), ("batch.micro=1", "batch.micro=0"),
+    ("optimizer.lr=0", "optimizer.lr=-1e-9"), ("optimizer.betas=[0,0.9999]", "optimizer.betas=[0,1]"),
+    ("optimizer.betas=[0.9999,0]", "optimizer.betas=[1,0]"), ("optimizer.betas=[0,0]", "optimizer.betas=[0]"),
+    ("optimizer.lr=0.1%optimizer.final_lr=0.1", "optimizer.lr=0.1%optimizer.final_lr=0.11"),
+    ("optimizer.warmup=9%optimizer.decay_steps=10", "optimizer.warmup=10%optimizer.decay_steps=10"),
+    ("optimizer.decay_steps=1", "optimizer.decay_steps=0"), ("optimizer.warmup=0", "optimizer.warmup=-1"),
+    ("ema.decays=[0,0.999999]", "ema.decays=[1]"), ("ema.decays=[]", "ema.decays=[-0.1]"),
+    ("ema.decays=[0.5,0.6]", "ema.decays=[0.5,0.5]"), ("save.keep=2", "save.keep=1"),
+    ("save.keep_every=0", "save.keep_every=-1"), ("save.best=true%every.evaluate=1", "save.best=true%every.evaluate=0"),
+    ("every.report=0", "every.report=-1"), ("every.save=0", "every.save=null"),
+    ("every.evaluate=0", "every.evaluate=null"), ("every.sample=0", "every.sample=null"),
+    ("samples.num=1", "samples.num=0"), ("samples.labels=[0]", "samples.labels=[-1]"),
+    ("samples.labels=null", "samples.labels=[]"), ("samples.prompts=[a]", "samples.prompts=[a,'']"),
+    ("samples.prompts=null", "samples.prompts=[]"), ("samples.labels=[1]", "samples.labels=[1]%samples.prompts=[a]"),
+    ("samples.num_steps=1", "samples.num_steps=0"), ("samples.guidance_scale=0", "samples.guidance_scale=-0.1"),
+    ("ema.decays=[0.5]%samples.ema=0.5", "ema.decays=[0.5]%samples.ema=0.6"),
+    ("faults.max_skipped=1", "faults.max_skipped=0"), ("faults.timeout_minutes=0.01", "faults.timeout_minutes=0"),
+    ("faults.timeout_minutes=10080", "faults.timeout_minutes=10081"), ("name=a.b_c-1", "name=-a"),
+    ("channels_last=true", "channels_last=1.5"), ("data.flip=false", "data.flip=3"),
+]
+
+
+def test_defaults():
+    """Oracle: the values written down above, which the recipes of users count on."""
+    run = Run().model_dump(by_alias=True)
+    for key, value in DEFAULTS.items():
+        found = run
+        for part in key.split("."):
+            found = found[part]
+        assert found == value and type(found) is type(value), key
+
+
+@pytest.mark.parametrize("passes, fails", EDGES, ids=[fails for _, fails in EDGES])
+def test_edges(passes, fails):
+    """Oracle: by hand: the last value that means something, the first that does not, which the error names."""
+    recipe.load(None, passes.split("%"))
+    with pytest.raises(ConfigError) as caught:
+        recipe.load(None, fails.split("%"))
+    key = fails.split("%")[-1].partition("=")[0]
+    assert len(caught.value.problems) == 1 and key in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key for key, field in fields(Run) if int in plain_types(field.annotation)
+                                 and bool not in plain_types(field.annotation)])
+def test_true_is_no_number(key):
+    """Oracle: every key that takes a whole number, from the schema: `true` is refused, never taken for 1."""
+    with pytest.raises(ConfigError, match=rf"(?m)^{key} is true, which has no meaning here"):
+        recipe.load(None, [f"{key}=true"])
+
+
+def test_keys_of_the_schema():
+    """Oracle: a section and its entries by hand: aliases, order, and what may change within a section that is fixed."""
+    keys = dict(fields(Run))
+    assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
+    assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
+    assert subsection(keys["batch"]).__name__ == "BatchSize" and subsection(keys["steps"]) is None
+    assert list(dict(fields(subsection(keys["ema"]), "a.b"))) == ["a.b.decays", "a.b.warmup"]
+    assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
+    rule = lambda key: recipe.section.resume_rule(key, Run, BaseModel)
+    assert rule("optimizer.decay_steps").may_change and not rule("optimizer.betas").may_change
+    assert rule("data.path").may_change and not rule("data.flip").may_change and rule("save.keep").may_change
+    assert not rule("optimizer.unknown").may_change and rule("unknown.key").may_change
+
+
+def test_values_as_text():
+    """Oracle: what an override would say, by hand; 60 characters stay, more are cut to 57 and three dots."""
+    for value, text in ((None, "null"), (True, "true"), (False, "false"), ("", "''"), (1, "1"), (0, "0"), (1.0, "1.0"),
+                        ("a" * 60, "a" * 60), ("a" * 61, "a" * 57 + "...")):
+        assert problems.as_text(value) == text
+
+
+def test_divisors_at_the_edge():
+    """Oracle: by hand: 120 has 16 divisors, all listed; 144 has 15; 180 has 18, of which 8 and 7 are."""
+    assert recipe.divisors(120) == "1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60, 120"
+    assert recipe.divisors(144).count(",") == 14 and "..." not in recipe.divisors(144)
+    assert recipe.divisors(180) == "1, 2, 3, 4, 5, 6, 9, 10, ..., 20, 30, 36, 45, 60, 90, 180"
+    assert recipe.divisors(1) == "1" and recipe.divisors(49) == "1, 7, 49"
+
+
+def test_what_lies_nearby(tmp_path):
+    """Oracle: by hand: the closest name, then the first twelve in order; a folder without any says so."""
+    assert recipe.nearby(tmp_path / "a.yaml", "*.yaml") == f"; {tmp_path}/ has no *.yaml"
+    for number in range(13):
+        (tmp_path / f"file{number:02d}.yaml").touch()
+    (tmp_path / "other.txt").touch()
+    listed = ", ".join(f"file{number:02d}.yaml" for number in range(12))
+    assert recipe.nearby(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
+    found = recipe.nearby(tmp_path / "file7.yaml", "*.yaml")
+    assert found.startswith(f" (did you mean {tmp_path / 'file07.yaml'}?); ")
+    assert recipe.nearby(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("- 1\n- 2\n", "holds a list: a recipe is sections"), ("steps: 1\nsteps: 2\n", ":2: the key 'steps' stands twice, "
+     "first in line 1"), ("1: 2\n", ":1: the key 1 is no text"), ("a: [\n", ":2: "), ("steps: 1\n  b: 2\n", ":2: "),
+    ("data:\n  flop: 1\n", "data.flop: there is no such key .did you mean data.flip"),
+])
+def test_recipes_that_are_none(tmp_path, text, words):
+    """Oracle: by hand: file, line and what is wrong there."""
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        recipe.load(path)
+    assert str(path) in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_where_a_problem_comes_from(tmp_path):
+    """Oracle: the file or the command line, whichever gave the value; nothing where a rule names its keys itself."""
+    path = tmp_path / "r.yaml"
+    path.write_text("steps: 0\nevery: {save: -1}\nema: {decays: [0.5, 2]}\n")
+    with pytest.raises(ConfigError) as caught:
+        recipe.load(path, ["every.report=-1", "steps=0.5", "optimizer.betas=[1, 2]"])
+    lines = {line.partition("=")[0].partition(":")[0]: line for line in caught.value.problems}
+    assert set(lines) == {"steps", "every.save", "every.report", "ema.decays[1]", "optimizer.betas[1]"}
+    for key, line in lines.items():
+        origin = path if key in ("every.save", "ema.decays[1]") else "command line"
+        assert line.endswith(f" [{origin}]"), line
+    with pytest.raises(ConfigError, match=r"^batch.global=64 is no multiple of batch.micro=3") as caught:
+        recipe.load(None, ["batch.micro=3"])
+    assert "[" not in str(caught.value)
+
+
+def test_overrides_of_what_is_no_section():
+    """Oracle: by hand: the path that is a value, and what to write."""
+    with pytest.raises(ConfigError, match="^model.a.b.c: model.a.b is the value 3 and has no entries; write"):
+        recipe.load(None, ["model.a.b=3", "model.a.b.c=4"])
+    assert recipe.load(None, ["model.a.b=3", "model.a.c=4"]).model == {"a": {"b": 3, "c": 4}}
+    for words in ("steps", "=5", " =5"):
+        with pytest.raises(ConfigError, match="is no override: write key=value"):
+            recipe.load(None, [words])
+    with pytest.raises(ConfigError, match=r"^steps=\[ cannot be read as a value: quote it, for example steps="):
+        recipe.load(None, ["steps=["])
+
+
+def test_home_is_expanded_in_every_path():
+    """Oracle: Path.expanduser; other paths stay as they are."""
+    home = str(Path("~").expanduser())
+    run = recipe.load(None, ["data.path=~/a", "data.held_out_path=~/b", "folder=~/c", "init_from=~/d"])
+    assert (run.data.path, run.data.held_out_path) == (f"{home}/a", f"{home}/b")
+    assert (run.folder, run.init_from) == (Path(home, "c"), Path(home, "d")) and run.directory == Path(home, "c")
+    assert recipe.load(None, ["data.path=a/~b", "name=n"]).data.path == "a/~b"
+    assert recipe.load(None, ["name=n"]).directory == Path("runs/n")
+
+
+class Own(Section):
+    width: float = Field(1.0, alias="wide")
+    """How wide it is."""
+    title: str = "a"
+
+
+def test_what_every_section_has_in_common():
+    """Oracle: the contract of Section: values never change, unknown keys and infinities are refused, a number may stand
+    where a text is meant, a field goes by its own name and by its alias, and the docstring below it describes it.
+    """
+    assert Own(wide=2).width == Own(width=2).width == 2 and Own(title=2024).title == "2024"
+    assert Own.model_fields["width"].description == "How wide it is."
+    for values in ({"wide": math.inf}, {"wide": math.nan}, {"wide": True}, {"height": 1}):
+        with pytest.raises(ValidationError):
+            Own(**values)
+    with pytest.raises(ValidationError, match="frozen"):
+        Own().title = "b"
