@@ -1,0 +1,26 @@
+"""A table of what was done, shown after the tests, also of those that passed."""
+
+import os
+
+import pytest
+
+LINES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def table(request):
+    """Takes one line for the table."""
+    return request.config.stash.setdefault(LINES, []).append
+
+
+@pytest.fixture
+def count():
+    """count("KILLS", 200): the number that the environment variable FAULTS_KILLS gives, else 200."""
+    return lambda name, usual: int(os.environ.get(f"FAULTS_{name}", usual))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if lines := config.stash.get(LINES, []):
+        terminalreporter.section("faults")
+        for line in lines:
+            terminalreporter.write_line(line)
