@@ -32,7 +32,7 @@ def judge(kind: str, name: str, step: int, truth: dict, state: dict, reports: li
         return f"SILENT: resumed at step {step} with other {', '.join(different[:3])}"
     if step == NEWER:
         return "harmless" if kind in HARMLESS else f"UNSEEN: step {NEWER} was taken"
-    told = any(f"step_{NEWER:08d}" in line and "damaged" in line for line in reports)
+    told = any("damaged" in line and f"step_{OLDER:08d} " not in line for line in reports)
     return "passed over" if told or group.rank() or kind in NAMED else f"UNTOLD: {reports}"
 
 

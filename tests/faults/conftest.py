@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.support.faulty import SHORT, complete, zero
+
 LINES = pytest.StashKey[list[str]]()
 
 
@@ -24,3 +26,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("faults")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of a run of 40 steps on 2 ranks at stage 2 that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    complete(folder / "run", folder / "log", zero(2), *SHORT)
+    return folder / "run"

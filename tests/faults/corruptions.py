@@ -15,10 +15,11 @@ from dstrain.disk.sealed import parse, render
 from dstrain.engine.manifest import NAME, hash_files
 
 HARMLESS = {"extra file", "copied under another name", "another shard", "hint", "leftover", "link to itself moved",
-            "unlisted"}
-# Sealed again by somebody who altered the contents: the older step, or one error that names what is wrong.
-NAMED = {"common without counters", "common without metadata", "a tensor is missing", "a tensor is renamed",
-         "a tensor of another shape", "a tensor of another type"}
+            "unlisted", "files is empty"}        # sealed by hand, and true as far as it goes
+# The older step, or one error that names what is wrong: both folders are, or somebody has sealed other contents.
+CONTENTS = ("common without counters", "common without metadata", "a tensor is missing", "a tensor is renamed",
+            "a tensor of another shape", "a tensor of another type")
+NAMED = {"folders swapped", *CONTENTS}
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -240,7 +241,7 @@ def corrupt(folder: Path, older: int, newer: int, chance: random.Random, skip: s
     """Ruins the newer of two checkpoints; the kind of the fault, and the file."""
     old, new = (folder / f"step_{step:08d}" for step in (older, newer))
     while True:
-        kinds = chance.choice((BYTES, BYTES, BYTES, ENTRIES, ENTRIES, FOLDERS, MANIFESTS, TEXTS, tuple(sorted(NAMED))))
+        kinds = chance.choice((BYTES, BYTES, BYTES, ENTRIES, ENTRIES, FOLDERS, MANIFESTS, TEXTS, CONTENTS))
         kind = chance.choice(kinds)
         path = chance.choice(sorted(path for path in new.iterdir()))
         # The same fault of the manifest and of another file may end differently.

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from dstrain.engine.store import Store
+from tests.support.forks import Server
 from tests.support.launch import command, start
 from tests.support.runs import RECIPE, files, members, metrics, wait_for_end
 
 PATIENCE = 300                                    # seconds until something that does not happen is a hang
+SHORT = ("steps=40", "every.sample=10")           # for tests that compare with the fixture `whole`
 # Each step is reported and every fourth saved; a start costs a second.
 QUICK = ("every.report=1", "every.save=4", "every.sample=0", "data.workers=0")
 
@@ -19,13 +21,14 @@ QUICK = ("every.report=1", "every.save=4", "every.sample=0", "data.workers=0")
 class Life:
     """One start of a training command, in a session of its own."""
 
-    def __init__(self, folder: Path, log: Path, settings: dict, *overrides: str, num: int = 2, **env: str):
-        """settings: the DeepSpeed JSON. env: more variables, for which the ranks are fresh processes."""
+    def __init__(self, folder: Path, log: Path, settings: dict, *overrides: str, num: int = 2,
+                 forks: Server | None = None, **env: str):
+        """settings: the DeepSpeed JSON. forks: what forks the ranks, if not the usual process; env: more variables."""
         self.log, ds_config = log, log.with_suffix(".json")
         ds_config.write_text(json.dumps(settings))
         with open(log, "w") as file:
             self.process = start(command("launch/train.py", "--recipe", RECIPE, "--ds_config", ds_config,
-                                         f"folder={folder}", *QUICK, *overrides, num=num), file, **env)
+                                         f"folder={folder}", *QUICK, *overrides, num=num), file, forks, **env)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -111,6 +114,13 @@ def differences(whole: Path, disturbed: Path, step: int) -> list[str]:
     """In what two runs differ: the bytes of a checkpoint, the lines of metrics.jsonl."""
     problems = [] if files(whole, step) == files(disturbed, step) else [f"the checkpoints of step {step} differ"]
     return problems + ([] if metrics(whole) == metrics(disturbed) else ["metrics.jsonl differ"])
+
+
+def crashes(text: str) -> list[str]:
+    """The errors at the ends of tracebacks, but for those of ranks that have lost another one."""
+    errors = re.findall(r"^((?:\w+\.)*\w*(?:Error|Exception)): (.*)", text, re.M) if "Traceback" in text else []
+    return [f"{kind}: {message[:200]}" for kind, message in errors if "closed by peer" not in message
+            and "reset by peer" not in message and "pair closure" not in message]
 
 
 def torn_lines(path: Path) -> list[str]:
