@@ -182,6 +182,8 @@ def test_storage_errors(ground, tmp_path, names, table):
         folder.mkdir()
         outcome = judge(ground, case, folder)
         tally[outcome.partition(":")[0]] += 1
+        with open(tmp_path / "outcomes", "a") as file:
+            file.write(f"{case.name}: {outcome}\n")
         if outcome.partition(":")[0].isupper():
             wrong.append(f"{case.name}: {outcome}")
         shutil.rmtree(folder / "run", ignore_errors=True)
