@@ -1,8 +1,7 @@
-"""Run by test_corruptions.py on each rank: FOLDER COUNT SEED FIRST [KIND ...]. Ruins the newest of two checkpoints in one way
-after another, resumes by the trainer's own path, and writes what happened to FOLDER/outcomes, a line each.
-
-A resume that takes too long ends the process with all stacks; FOLDER/outcomes then lacks its line, and FOLDER/trial
-names it.
+"""Run by test_corruptions.py on each rank: FOLDER COUNT SEED FIRST [KIND ...]. Ruins the newest of two checkpoints in
+one way after another, but for the kinds that are named, resumes by the trainer's own path, and writes what happened to
+FOLDER/outcomes, a line each. A resume that takes too long ends the process with all stacks; FOLDER/outcomes then lacks
+its line, and FOLDER/trial names it.
 """
 
 import faulthandler

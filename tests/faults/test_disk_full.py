@@ -22,7 +22,8 @@ FULL = ("No space left", "MB free")               # how a full disk is named
 def small_disk(path: Path, nbytes: int):
     """A file system of its own at `path`."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True, text=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True,
+                             text=True)
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     try:
@@ -78,7 +79,7 @@ def assert_goes_on(whole: Path, folder: Path, log: Path) -> None:
 
 @pytest.mark.faults
 def test_full_at_the_start(tmp_path, whole, table):
-    """Oracle: the undisturbed run: one clear line on a full disk, and with room the same command trains the same bits."""
+    """Oracle: the undisturbed run: one clear line on a full disk; with room the same command has the same bits."""
     began = time.monotonic()
     with small_disk(tmp_path / "disk", 16 * MB) as disk:
         filler, folder = fill(disk), disk / "run"
@@ -122,8 +123,8 @@ def test_full_at_a_save(tmp_path, whole, table, moment):
         before = newest_whole(again)[0]
         filler.unlink()
         assert_goes_on(whole, again, tmp_path / "more")
-    table(f"disk full {moment}: {failed} saves failed and training went on; three ended it with step {before} whole; then "
-          f"complete, bits equal; {time.monotonic() - began:.0f} s")
+    table(f"disk full {moment}: {failed} saves failed and training went on; three ended it with step {before} whole; "
+          f"then complete, bits equal; {time.monotonic() - began:.0f} s")
 
 
 @pytest.mark.slow

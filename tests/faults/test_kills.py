@@ -85,6 +85,6 @@ def test_every_kill_resumes(tmp_path, kills, table, count):
             total[name] = max(total.get(name, 0), value) if name == "most lost" else total.get(name, 0) + value
     assert total["half-written"] >= kills // 10, "too few kills met a save that was being written"
     table(f"kills -9: {total.pop('kills')}, all resumed, 0 checkpoints lost, 0 restarts, 0 hangs, bits equal; at most "
-          f"{total.pop('most lost')} steps trained again (saves every 4); {total.pop('half-written')} met a half-written "
-          f"save; {time.monotonic() - began:.0f} s")
+          f"{total.pop('most lost')} steps trained again (saves every 4); {total.pop('half-written')} met a "
+          f"half-written save; {time.monotonic() - began:.0f} s")
     table(f"    moments and victims: {dict(sorted(total.items()))}")

@@ -25,7 +25,8 @@ class Usage:
     descriptors: int
     threads: int
     processes: int
-    shared: frozenset[str]                        # files of /dev/shm that they have mapped or open
+    shared: int                                   # files of /dev/shm that they have mapped
+    names: frozenset[str]                         # of these
 
 
 def look(session: int, step: int) -> Usage | None:
@@ -41,7 +42,7 @@ def look(session: int, step: int) -> Usage | None:
             shared.update(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
     except (OSError, KeyError):
         return None
-    return Usage(step, max(memory, default=0), descriptors, threads, len(pids), frozenset(shared))
+    return Usage(step, max(memory, default=0), descriptors, threads, len(pids), len(shared), frozenset(shared))
 
 
 def last_step(log: Path) -> int:
@@ -70,8 +71,7 @@ def window(usages: list[Usage], first: int, last: int) -> dict[str, int]:
     """The least of each figure between two steps: threads that save, and their files, come and go."""
     within = [usage for usage in usages if first <= usage.step <= last]
     assert len(within) >= 5, f"{len(within)} looks between steps {first} and {last}"
-    return {"descriptors": min(usage.descriptors for usage in within), "threads": min(usage.threads for usage in within),
-            "processes": min(usage.processes for usage in within), "shared": min(len(usage.shared) for usage in within)}
+    return {name: min(getattr(usage, name) for usage in within) for name in SLACK}
 
 
 @pytest.mark.parametrize("steps, num, stage", [pytest.param(600, 1, 2, marks=pytest.mark.slow),
@@ -91,10 +91,10 @@ def test_nothing_grows(tmp_path, steps, num, stage, table, count):
     early, late = window(usages, sixth, 2 * sixth), window(usages, 5 * sixth, 6 * sixth)
     later = [usage for usage in usages if usage.step >= sixth]
     slope = np.polyfit([usage.step for usage in later], [usage.memory for usage in later], 1)[0]
-    table(f"{steps} steps on {num} rank(s) at stage {stage}, saves every 20: {early} at step {sixth}..{2 * sixth}, {late} "
-          f"at {5 * sixth}..{steps}; memory {later[0].memory / 1e3:.0f} to {later[-1].memory / 1e3:.0f} MB, "
+    table(f"{steps} steps on {num} rank(s) at stage {stage}, saves every 20: {early} at step {sixth}..{2 * sixth}, "
+          f"{late} at {5 * sixth}..{steps}; memory {later[0].memory / 1e3:.0f} to {later[-1].memory / 1e3:.0f} MB, "
           f"{slope:+.2f} kB a step; {time.monotonic() - began:.0f} s")
     assert all(late[name] <= early[name] + SLACK[name] for name in early)
     assert steps < 1000 or slope < KB_PER_STEP, f"{slope:.2f} kB a step"
-    left = [path for usage in usages for path in usage.shared if Path(path).exists()]
+    left = [path for usage in usages for path in usage.names if Path(path).exists()]
     assert not left, f"left in /dev/shm: {sorted(set(left))[:5]}"
