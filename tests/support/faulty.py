@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dstrain.engine.store import Store
 from tests.support.forks import Server
-from tests.support.launch import command, start
+from tests.support.launch import ROOT, command, environment, start
 from tests.support.runs import RECIPE, files, members, metrics, wait_for_end
 
 PATIENCE = 300                                    # seconds until something that does not happen is a hang
@@ -23,12 +23,18 @@ class Life:
 
     def __init__(self, folder: Path, log: Path, settings: dict, *overrides: str, num: int = 2,
                  forks: Server | None = None, **env: str):
-        """settings: the DeepSpeed JSON. forks: what forks the ranks, if not the usual process; env: more variables."""
+        """settings: the DeepSpeed JSON. forks: forks the ranks, if not the usual process, with more variables, `env`."""
         self.log, ds_config = log, log.with_suffix(".json")
         ds_config.write_text(json.dumps(settings))
         with open(log, "w") as file:
-            self.process = start(command("launch/train.py", "--recipe", RECIPE, "--ds_config", ds_config,
-                                         f"folder={folder}", *QUICK, *overrides, num=num), file, forks, **env)
+            words = command("launch/train.py", "--recipe", RECIPE, "--ds_config", ds_config, f"folder={folder}", *QUICK,
+                            *overrides, num=num)
+            if forks is None:
+                self.process = start(words, file)
+            else:
+                ranks, port = (num, words[3]) if num > 1 else (1, None)
+                self.process = forks.fork(words[words.index(str(ROOT / "launch/train.py")):], ranks, port,
+                                          environment(**env), file.fileno())
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -63,20 +63,19 @@ def command(script: str, *arguments: str, num: int = 2, launcher: bool = False) 
             "--master_port", str(free_port()), *words]
 
 
-def start(words: list[str], log: IO, forks: Server | None = None, **env: str) -> subprocess.Popen | Forked:
-    """Starts a command of `command` in a session of its own, which writes to the file `log`. `forks`: another process
-    to fork from than the usual one, with variables of its own.
+def start(words: list[str], log: IO, **env: str) -> subprocess.Popen | Forked:
+    """Starts a command of `command` in a session of its own, which writes to the file `log`.
 
     Ranks without the launcher are forked from one process that has done their imports, because imports take most of the
     time of a short run. They are fresh processes where the environment differs or torch sees a GPU.
     """
-    server = forks or (None if torch.cuda.is_available() else _server())    # first: it compiles the operator for all
+    server = None if torch.cuda.is_available() else _server()    # first: it compiles the operator for all
     script = 4 if words[1] == SPAWN else 1
-    if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env and not forks:
+    if server is None or words[0] != sys.executable or not words[script].endswith(".py") or env:
         return subprocess.Popen(words, env=environment(**env), stdout=log, stderr=subprocess.STDOUT,
                                 stdin=subprocess.DEVNULL, start_new_session=True)
     num, port = (int(words[2]), words[3]) if script == 4 else (1, None)
-    return server.fork(words[script:], num, port, environment(**env), log.fileno())
+    return server.fork(words[script:], num, port, environment(), log.fileno())
 
 
 def run(words: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
