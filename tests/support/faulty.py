@@ -23,7 +23,7 @@ class Life:
 
     def __init__(self, folder: Path, log: Path, settings: dict, *overrides: str, num: int = 2,
                  forks: Server | None = None, **env: str):
-        """settings: the DeepSpeed JSON. forks: forks the ranks, if not the usual process, with more variables, `env`."""
+        """settings: the DeepSpeed JSON. forks: forks the ranks, if not the usual process, with the variables `env`."""
         self.log, ds_config = log, log.with_suffix(".json")
         ds_config.write_text(json.dumps(settings))
         with open(log, "w") as file:
