@@ -10,7 +10,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
-LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "engine/test_kill.py",
+LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "faults/test_kills.py",
            "launch/test_resume.py", "launch/test_machines.py", "launch/test_prior.py", "launch/test_moved.py",
            "launch/test_phenaki.py", "test_embed.py", "test_bench.py", "engine/test_phenaki.py", "engine/test_turns.py")
 
@@ -23,8 +23,14 @@ def pytest_xdist_auto_num_workers(config):
     return min(WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items):
-    """LONGEST first, in its order; a file that begins last holds up the end."""
+def pytest_collection_modifyitems(config, items):
+    """LONGEST first, in its order; a file that begins last holds up the end. Full counts of faults only where -m or a
+    test's own name asks for them.
+    """
+    if "faults" not in config.option.markexpr and not any("::" in word for word in config.args):
+        left_out = [item for item in items if item.get_closest_marker("faults")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     root = Path(__file__).parent
     rank = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))

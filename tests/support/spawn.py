@@ -20,7 +20,7 @@ def place(rank: int, num: int, port: str) -> dict[str, str]:
 
 def watch(ranks: Sequence[Any]) -> int:
     """Waits for ranks, which are like Popen: the exit code of the first that failed, else 0."""
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:    # all are polled: a rank may wait for one that has ended
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed:
             time.sleep(2)                         # let the others print their message, too
