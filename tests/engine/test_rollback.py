@@ -15,7 +15,7 @@ from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.store import Store
 from tests.support import brittle
 from tests.support.launch import launch
-from tests.support.runs import files, finish, metrics, train
+from tests.support.runs import assert_equal_runs, files, finish, metrics, train
 
 pytestmark = pytest.mark.slow
 
@@ -117,6 +117,19 @@ def test_from_an_older_checkpoint(undisturbed):
         earlier = folder / f"earlier_{number}"
         assert hash_files(earlier / "checkpoints" / "step_00000040", sorted(before)) == before
         assert [line["step"] for line in metrics(earlier)] == list(range(5, 41, 5))
+
+
+def test_a_fault_in_drawing_loses_nothing(tmp_path):
+    """Oracle: a run that draws: the checkpoint of the step whose grid fails is whole, and going on makes up for it."""
+    recipe = brittle.prepare(tmp_path, white=[])
+    words = ("steps=20", "every.sample=10", "every.evaluate=10", "every.save=10", "data.held_out=0.1", "samples.num=4")
+    finish(train(tmp_path / "whole", 2, *words, recipe=recipe, num=1))
+    folder = tmp_path / "run"
+    output = finish(train(folder, 2, *words, "model.draws=false", recipe=recipe, num=1), code=1)
+    assert "broken on purpose" in output and Store(folder / "checkpoints").newest(pytest.fail)[0] == 10
+    finish(train(folder, 2, *words, "model.draws=true", recipe=recipe, num=1))
+    assert_equal_runs(tmp_path / "whole", folder, 20)
+    assert [line["step"] for line in metrics(folder) if "held_out/loss" in line] == [10, 20]
 
 
 def test_a_rate_that_is_too_high(tmp_path):
