@@ -42,19 +42,21 @@ def newest(folder) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("counters", [
-    None, "", "null", "[]", "3", '{"net": 1}', '{"net": {}}', "[" * 3000, json.dumps({"net": FINE["net"] | {"updates": -1}}),
-    json.dumps({"net": FINE["net"] | {"scaler": []}}), json.dumps({"net": FINE["net"] | {"stage": "two"}}),
+    None, "", "null", "[]", "3", '{"net": 1}', '{"net": {}}', "[" * 3000,
+    json.dumps({"net": FINE["net"] | {"updates": -1}}), json.dumps({"net": FINE["net"] | {"scaler": []}}), json.dumps({"net": FINE["net"] | {"stage": "two"}}),
     json.dumps({"other": FINE["net"]})])
 def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
-    assert contents.counters(folder / "step_00000009") == FINE and contents.course(folder / "step_00000009").skipped == 1
+    assert contents.counters(folder / "step_00000009") == FINE
+    assert contents.course(folder / "step_00000009").skipped == 1
     seal(folder / "step_00000009", counters)
     step, lines = newest(folder)
     assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
 
 
-@pytest.mark.parametrize("course", [[], 3, {"shift": -1}, {"rollbacks": 1}, {"losses": {"net": [None]}}, {"in_a_row": "x"}])
+@pytest.mark.parametrize("course", [[], 3, {"shift": -1}, {"rollbacks": 1}, {"losses": {"net": [None]}},
+                                    {"in_a_row": "x"}])
 def test_course(folder, course):
     """Oracle: the step before, and a line that says what is malformed."""
     seal(folder / "step_00000009", extra={"course": course})

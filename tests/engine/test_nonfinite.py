@@ -25,7 +25,7 @@ def test_all_finite(values):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", (0, 2))
 def test_a_run_that_diverges(tmp_path, stage):
-    """Oracle: the policy of nonfinite.py: back to the only save before the trouble, then exit code 3 and a finite save."""
+    """Oracle: the policy of nonfinite.py: back to the only save from before, then exit code 3 and a finite save."""
     folder = tmp_path / "run"
     words = train(folder, stage, "optimizer.lr=1e25", "optimizer.warmup=0", "every.save=1", "every.report=1",
                   "faults.max_skipped=3")

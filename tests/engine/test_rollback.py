@@ -1,4 +1,4 @@
-"""Runs that meet trouble: they go back, pass over what led there, and end with the same bits however they are disturbed.
+"""Runs that meet trouble: they go back, pass over what led there, and end with the same bits, disturbed or not.
 
 The runs are of tests/support/brittle.py: two networks, and images whose place in the stream of batches is known.
 """
@@ -39,7 +39,7 @@ def test_bad_data_are_passed_over(undisturbed):
     """Oracle: the steps by hand: three bad batches, six that need two ways back, one high loss; one rank within 1e-6."""
     recipe, two = undisturbed
     one = two.with_name("one")
-    finish(train(one, 2, *BAD, recipe=recipe, num=1))
+    finish(train(one, 2, *BAD, "data.workers=1", recipe=recipe, num=1))
     for folder in (one, two):
         end = course(folder, 40)
         # Batches 12-14 are steps 13-15. From step 10 and batch 15 on, batches 22-24 are steps 18-20; from step 15 on,
@@ -181,7 +181,8 @@ def test_nothing_is_unpickled_unasked(tmp_path):
     assert "give --trust-pickle" in output and not mark.exists()
     output = finish(train(good, 2, *words, "steps=20", "--trust-pickle", recipe=recipe, num=1))
     assert "back from step 15 to step 10" in output and "complete: 20 steps" in output
-    (good / "checkpoints" / "step_00000020" / "deepspeed" / "first" / "more.pt").write_bytes(pickle.dumps(Payload(mark)))
+    added = good / "checkpoints" / "step_00000020" / "deepspeed" / "first" / "more.pt"
+    added.write_bytes(pickle.dumps(Payload(mark)))
     output = finish(train(good, 2, *words, "steps=21", "--trust-pickle", recipe=recipe, num=1))
     assert "deepspeed/first/more.pt is not in manifest.json" in output and not mark.exists()
 

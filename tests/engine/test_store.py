@@ -210,7 +210,7 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
 @given(kinds=st.lists(st.sampled_from([ROUTINE, ROUTINE, STOP, TROUBLE]), min_size=1, max_size=10),
        keep=st.integers(2, 3))
 def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
-    """Oracle: lists beside the store: the newest `keep` that are good, and that are routine; of trouble the newest step."""
+    """Oracle: lists beside the store: the newest `keep` that are good, and that are routine; of trouble the newest."""
     with TemporaryDirectory() as folder:
         store, good, routine = Store(folder, keep), [], []
         for step, kind in enumerate(kinds, 1):
@@ -241,7 +241,8 @@ def test_the_best_score_is_finite(scores):
 
 
 SEALED = st.recursive(st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3),
-                      lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+                      lambda inner: st.lists(inner, max_size=2)
+                      | st.dictionaries(st.text(max_size=3), inner, max_size=2),
                       max_leaves=4)
 
 
@@ -249,7 +250,7 @@ SEALED = st.recursive(st.none() | st.booleans() | st.integers(-1, 9) | st.floats
 @given(key=st.sampled_from(["files", "step", "world", "extra", "versions", "size", "hash", "name", "all"]),
        value=SEALED, absent=st.booleans())
 def test_a_sealed_manifest_may_say_anything(key, value, absent):
-    """Oracle: the step before, and a line that names the one passed over; or the step itself where it is still sound."""
+    """Oracle: the step before, and a line that names the one passed over; or the step itself where it is sound."""
     with TemporaryDirectory() as folder:
         store = Store(folder)
         save(store, 5, 10)
