@@ -1,4 +1,4 @@
-"""What the small files of a checkpoint must hold, beyond being those of its manifest: any program can seal any files."""
+"""What the small files of a checkpoint must hold, beyond being those of its manifest: any program can seal any file."""
 
 import json
 from pathlib import Path

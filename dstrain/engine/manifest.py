@@ -67,13 +67,16 @@ def manifest(path: str | os.PathLike) -> dict:
 def _read(path: Path) -> bytes:
     """The bytes of a plain file of a manifest's size. Of a pipe or a device nothing is read: it may have no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)          # a pipe without a writer is waited for otherwise
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{NAME} is no plain file")
         if status.st_size > _MOST:
             raise ConfigError(f"{NAME} has {status.st_size} bytes, which no manifest has")
-        return file.read(_MOST)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MOST)
+    finally:
+        os.close(descriptor)
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:

@@ -167,7 +167,8 @@ def test_filling_may_be_anything():
     def batch(*labels: int) -> Batch:
         return {"label": torch.tensor(labels), "key": torch.tensor(labels), "valid": torch.tensor([True, True, False])}
     assert score(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
-    assert np.isnan(score(Roots(), {}, [batch(4, -16, 1)])["loss"])
+    broken = score(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
+    assert np.isnan(broken["loss"]) and broken["nonfinite_samples"] == 3
 
 
 def test_many_samples_lose_no_digits():

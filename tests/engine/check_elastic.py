@@ -52,7 +52,7 @@ class Trial:
         self.history = History()
         self.saves = Checkpoints(folder, self.engines, self.ema, self.history, **words)
         self.native = Checkpoints(folder.with_name(f"native{stage}"), self.engines, self.ema, self.history,
-                                  Save(format="deepspeed"))
+                                  Save(format="deepspeed"), trust_pickle=True)
 
     def steps(self, first: int, last: int) -> list[float]:
         losses = []

@@ -26,7 +26,8 @@ GOOD, MORE, AFTER = 5, 3, 4
 # their own, these too. The discriminator of vae begins behind the checkpoint.
 EVERYWHERE = [("brittle", stage, precision, "fragments") for stage in range(4) for precision in ("fp32", "bf16")]
 PLACES = {1: [*EVERYWHERE, ("brittle", 3, "bf16", "deepspeed"), ("vae", 2, "fp32", "fragments"),
-              ("tokenizer", 3, "fp32", "fragments"), ("iddpm", 1, "bf16", "fragments"), ("dvae", 0, "bf16", "fragments")],
+              ("tokenizer", 3, "fp32", "fragments"), ("iddpm", 1, "bf16", "fragments"),
+              ("dvae", 0, "bf16", "fragments")],
           2: [*EVERYWHERE, ("brittle", 1, "bf16", "deepspeed"), ("brittle", 2, "fp32", "deepspeed")]}
 check_systems.CASES["brittle"] = ("tiny", [
     "system=tests.support.brittle", "model={}", "data.image_size=4", "data.flip=false", "samples.sampler=null",

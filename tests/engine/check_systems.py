@@ -97,7 +97,8 @@ class Trial:
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = Engines(self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
-        self.saves = Checkpoints(folder / case / saved, self.engines, self.ema, self.system, self.run.save)
+        self.saves = Checkpoints(folder / case / saved, self.engines, self.ema, self.system, self.run.save,
+                                 trust_pickle=True)
         self.batches = Watched(Batches(
             open_sources(self.run.data)[0], global_batch=self.run.batch.global_, seed=self.run.seed, rank=group.rank(),
             micro_batch=job.settings["train_micro_batch_size_per_gpu"], world=group.world(), num_workers=0,
@@ -223,7 +224,8 @@ def native(folder: Path) -> None:
 def crossed(at: Path, plain: Trial, own: Trial, wanted: dict[str, Tensor]) -> list[str]:
     """What is lost, or wrongly reported, where a run goes over to fragments and back to DeepSpeed's own files."""
     said: list[str] = []
-    Checkpoints(at / "checkpoints", plain.engines, plain.ema, plain.system, report=said.append).resume()
+    Checkpoints(at / "checkpoints", plain.engines, plain.ema, plain.system, report=said.append,
+                trust_pickle=True).resume()
     state = plain.state()
     lost = [key for key in wanted if not torch.equal(wanted[key], state[key])]
     plain.steps(LATE, LATE + 1)

@@ -49,7 +49,7 @@ def test_a_loss_above_the_running_median(losses, spike):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_the_data_never_go_back(events):
-    """Oracle: a counter: each step learns from the batch after the last, whatever was gone back from, resumed or saved."""
+    """Oracle: a counter: each step learns from the batch after the last, however often the run has gone back."""
     course, done, batch, saved = Course(), 0, 0, {0: Course().state.model_dump()}
     for event in events:
         assert done + course.shift == batch

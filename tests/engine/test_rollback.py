@@ -1,4 +1,4 @@
-"""Runs that meet trouble: they go back, pass over what led there, and end with the same bits however they are disturbed.
+"""Runs that meet trouble: they go back, pass over what led there, and end with the same bits, disturbed or not.
 
 The runs are of tests/support/brittle.py: two networks, and images whose place in the stream of batches is known.
 """
@@ -15,7 +15,7 @@ from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.store import Store
 from tests.support import brittle
 from tests.support.launch import launch
-from tests.support.runs import files, finish, metrics, train
+from tests.support.runs import assert_equal_runs, files, finish, metrics, train
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_bad_data_are_passed_over(undisturbed):
     """Oracle: the steps by hand: three bad batches, six that need two ways back, one high loss; one rank within 1e-6."""
     recipe, two = undisturbed
     one = two.with_name("one")
-    finish(train(one, 2, *BAD, recipe=recipe, num=1))
+    finish(train(one, 2, *BAD, "data.workers=1", recipe=recipe, num=1))
     for folder in (one, two):
         end = course(folder, 40)
         # Batches 12-14 are steps 13-15. From step 10 and batch 15 on, batches 22-24 are steps 18-20; from step 15 on,
@@ -119,13 +119,26 @@ def test_from_an_older_checkpoint(undisturbed):
         assert [line["step"] for line in metrics(earlier)] == list(range(5, 41, 5))
 
 
+def test_a_fault_in_drawing_loses_nothing(tmp_path):
+    """Oracle: a run that draws: the checkpoint of the step whose grid fails is whole, and going on makes up for it."""
+    recipe = brittle.prepare(tmp_path, white=[])
+    words = ("steps=20", "every.sample=10", "every.evaluate=10", "every.save=10", "data.held_out=0.1", "samples.num=4")
+    finish(train(tmp_path / "whole", 2, *words, recipe=recipe, num=1))
+    folder = tmp_path / "run"
+    output = finish(train(folder, 2, *words, "model.draws=false", recipe=recipe, num=1), code=1)
+    assert "broken on purpose" in output and Store(folder / "checkpoints").newest(pytest.fail)[0] == 10
+    finish(train(folder, 2, *words, "model.draws=true", recipe=recipe, num=1))
+    assert_equal_runs(tmp_path / "whole", folder, 20)
+    assert [line["step"] for line in metrics(folder) if "held_out/loss" in line] == [10, 20]
+
+
 def test_a_rate_that_is_too_high(tmp_path):
     """Oracle: finding C2: a learning rate of 1000 ends with 3; --step, a lower rate and --allow-change go on."""
     folder, words = tmp_path / "run", ("every.sample=0", "every.save=5", "save.keep=4", "faults.max_skipped=5")
     finish(train(folder, 2, *words, "steps=10", num=1))
     output = finish(train(folder, 2, *words, "steps=60", "optimizer.lr=1000", "--allow-change", num=1), code=3)
-    assert "--step N" in output and "--allow-change" in output and "5, 10" in output
-    finish(train(folder, 2, *words, "steps=20", "--step", "5", "--allow-change", num=1))
+    assert "--step N" in output and "--allow-change" in output and "holds the steps 5 (put aside: 10" in output
+    finish(train(folder, 2, *words, "steps=20", "--step", "10", "--allow-change", num=1))
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [5, 10, 15, 20] and all(line["loss"] < 2 for line in lines)
 
@@ -168,7 +181,8 @@ def test_nothing_is_unpickled_unasked(tmp_path):
     assert "give --trust-pickle" in output and not mark.exists()
     output = finish(train(good, 2, *words, "steps=20", "--trust-pickle", recipe=recipe, num=1))
     assert "back from step 15 to step 10" in output and "complete: 20 steps" in output
-    (good / "checkpoints" / "step_00000020" / "deepspeed" / "first" / "more.pt").write_bytes(pickle.dumps(Payload(mark)))
+    added = good / "checkpoints" / "step_00000020" / "deepspeed" / "first" / "more.pt"
+    added.write_bytes(pickle.dumps(Payload(mark)))
     output = finish(train(good, 2, *words, "steps=21", "--trust-pickle", recipe=recipe, num=1))
     assert "deepspeed/first/more.pt is not in manifest.json" in output and not mark.exists()
 

@@ -164,6 +164,19 @@ def test_the_save_in_flight_counts_as_the_best(tmp_path):
     assert trial.saver.improves(0.2) and not trial.saver.improves(0.3), "what could not be saved counts"
 
 
+def test_a_score_that_is_not_finite(tmp_path):
+    """Oracle: finding B2: after a NaN, pending or saved, any finite score improves and no other; the 0.3 is kept."""
+    trial, nan = Trial(tmp_path), float("nan")
+    assert not trial.saver.improves(nan) and not trial.saver.improves(float("inf")) and trial.saver.improves(9.0)
+    trial.save(1, score=nan)
+    assert trial.saver.improves(0.3) and not trial.saver.improves(nan)
+    for step, score in ((2, 0.3), (3, nan), (4, 0.4), (5, nan), (6, nan)):
+        trial.save(step, score=score)
+        trial.saver.settle()
+        assert trial.saver.store.best() == (2, 0.3) and trial.saver.improves(0.2) and not trial.saver.improves(0.3)
+    assert trial.saver.store.steps() == [2, 5, 6]
+
+
 def test_an_error_lets_the_save_end(tmp_path):
     """Oracle: the folder after an error has ended training, and after an interrupt, which waits for nothing."""
     for error, steps in ((FloatingPointError, [1]), (KeyboardInterrupt, [])):

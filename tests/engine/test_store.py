@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.engine.manifest import manifest
-from dstrain.engine.store import Store
+from dstrain.disk import sealed
+from dstrain.engine.manifest import NAME, manifest
+from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
 from tests.support import gloo
 
 
@@ -203,6 +204,128 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
                 store.newest(lambda text: None)
         fine = [s for s in saved if s not in broken and s in store.steps()]
         assert (store.newest(lambda text: None) or [None])[0] == (fine[-1] if fine else None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(kinds=st.lists(st.sampled_from([ROUTINE, ROUTINE, STOP, TROUBLE]), min_size=1, max_size=10),
+       keep=st.integers(2, 3))
+def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
+    """Oracle: lists beside the store: the newest `keep` that are good, and that are routine; of trouble the newest."""
+    with TemporaryDirectory() as folder:
+        store, good, routine = Store(folder, keep), [], []
+        for step, kind in enumerate(kinds, 1):
+            assert store.save(step, write(step), {"kind": kind}), store.error
+            good += [step] * (kind != TROUBLE)
+            routine += [step] * (kind == ROUTINE)
+            kept = sorted({*good[-keep:], *routine[-keep:], step})
+            assert store.steps() == kept
+            of = {wanted: [s for s in kept if kinds[s - 1] == wanted] for wanted in (ROUTINE, STOP)}
+            assert store.good(step) == (of[ROUTINE] or of[STOP])
+            if of[ROUTINE]:
+                last = of[ROUTINE].pop()
+                assert store.good(step, bad_from=last) == (of[ROUTINE] or [s for s in of[STOP] if s < last])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from([None, 1.0, 0.5, float("nan"), float("inf"), -float("inf"), "0.1", [1]]), min_size=1,
+                max_size=8))
+def test_the_best_score_is_finite(scores):
+    """Oracle: min of the finite numbers among the checkpoints that are there; a NaN neither is the best nor hides it."""
+    with TemporaryDirectory() as folder:
+        store, best = Store(folder), None
+        for step, score in enumerate(scores, 1):
+            assert store.save(step, write(step), {"score": score}), store.error
+            if score in (1.0, 0.5) and (best is None or score < best[1]):
+                best = step, score
+            assert store.best() == best and (best is None or best[0] in store.steps())
+
+
+SEALED = st.recursive(st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3),
+                      lambda inner: st.lists(inner, max_size=2)
+                      | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+                      max_leaves=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(key=st.sampled_from(["files", "step", "world", "extra", "versions", "size", "hash", "name", "all"]),
+       value=SEALED, absent=st.booleans())
+def test_a_sealed_manifest_may_say_anything(key, value, absent):
+    """Oracle: the step before, and a line that names the one passed over; or the step itself where it is sound."""
+    with TemporaryDirectory() as folder:
+        store = Store(folder)
+        save(store, 5, 10)
+        path = Path(folder) / "step_00000010" / NAME
+        body = manifest(path.parent)
+        entry = body["files"][NAMES[0]]
+        if key == "all":
+            body = value
+        elif key == "name":
+            body["files"] = {f"../{NAMES[0]}": entry}
+        else:
+            place = entry if key in ("size", "hash") else body
+            before = place.pop(key)
+            if not absent:
+                place[key] = value
+            if not absent and value == before and type(value) is type(before):
+                return
+        path.write_bytes(sealed.render(body))
+        lines: list[str] = []
+        newest = store.newest(lines.append)
+        sound = key in ("extra", "versions") or key == "world" and type(value) is int and value > 0 and not absent
+        if newest[0] == 10:
+            assert sound or key == "files" and value == {} and not absent
+        else:
+            assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
+        assert store.best() is None and store.good(10)
+
+
+@pytest.mark.parametrize("name", [NAME, NAMES[0]])
+@pytest.mark.parametrize("kind", ["pipe", "endless", "sparse", "folder"])
+def test_only_plain_files_of_bounded_size_are_read(tmp_path, name, kind):
+    """Oracle: the step before, at once: a pipe, /dev/zero, a file of 4 TB and a folder in the place of a file."""
+    store = Store(tmp_path)
+    save(store, 5, 10)
+    path = tmp_path / "step_00000010" / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with open(path, "wb") as file:
+            file.truncate(1 << 42)
+    lines: list[str] = []
+    assert store.newest(lines.append)[0] == 5 and name in lines[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_while_checkpoints_are_put_aside(tmp_path):
+    """Oracle: kill -9 after each renaming: what is left is what was there at an earlier time, and nothing is lost."""
+    for renames in range(4):
+        store = Store(tmp_path / str(renames), keep=9)
+        save(store, 5, 10, 15, 20)
+
+        def put_aside() -> None:
+            rename, left = os.rename, [renames]
+
+            def counted(*paths) -> None:
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                rename(*paths)
+
+            os.rename = counted
+            store.set_aside(5)
+
+        os.waitpid(in_child(put_aside), 0)
+        assert store.steps() == [5, 10, 15, 20][:4 - renames] and store.put_aside() == [5, 10, 15, 20][4 - renames:]
+        assert store.newest(pytest.fail)[0] == store.steps()[-1]
+    save(store, 10)                                              # reached anew: what was put aside up to it goes
+    assert store.steps() == [5, 10] and store.put_aside() == [15, 20] and whole(store, 10)
+    store.take_back(20)
+    assert store.newest(pytest.fail)[0] == 20 and whole(store, 20)
 
 
 def in_child(work) -> int:

@@ -80,6 +80,9 @@ WRONG = {
     "override as option": (["--steps=5"], "steps=5"),
     "unknown option": (["--recipie", "x.yaml"], "did you mean --recipe?"),
     "option without value": (["--recipe"], "expected one argument"),
+    "step zero": (["--step", "0"], "'0' is not a whole number above 0"),
+    "no such checkpoint": (["--step", "5"], "--step 5: runs/dit-small holds no checkpoint of that step; it holds none"),
+    "a step, from scratch": (["--step", "5", "--from-scratch"], "--step 5 and --from-scratch: give one of the two"),
     "file without option": (["ds.json"], "write --ds_config ds.json"),
     "too few checkpoints": (["save.keep=1"], "save.keep=1"),
     "micro-batch": (["batch.global=64", "batch.micro=7"], "1, 2, 4, 8, 16, 32, 64"),
@@ -227,7 +230,7 @@ def test_help_fits_one_screen(monkeypatch, capsys):
     code, out, err = launch(["--help"], monkeypatch, capsys)
     assert code == 0 and not err and 24 <= len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 100
     for option in ("--recipe", "--ds_config", "--deepspeed_config", "--dry-run", "--print-config", "--from-scratch",
-                   "--allow-change", "--deepspeed,", "--local_rank", "--help"):
+                   "--allow-change", "--step", "--trust-pickle", "--deepspeed,", "--local_rank", "--help"):
         assert option in out
 
 

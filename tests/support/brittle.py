@@ -39,6 +39,8 @@ class Config(SystemConfig):
     """Steps of a command before it is killed; 0 is never."""
     stop_after: Annotated[int, MAY_CHANGE] = 0
     """Steps of a command before it gets SIGTERM."""
+    draws: Annotated[bool, MAY_CHANGE] = True
+    """Whether drawing succeeds."""
 
 
 class Net(nn.Module):
@@ -98,7 +100,10 @@ class Brittle(System):
         self.history = state["history"].clone()
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        return torch.zeros(len(request.seeds), 1, SIDE, SIDE, dtype=torch.uint8)
+        if not self.config.draws:
+            raise RuntimeError("broken on purpose")
+        x = rng.normal(rng.keys_of_seeds(request.seeds), "start", (1, SIDE, SIDE))
+        return ((nets["first"](x) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def synthetic(self, batch_size: int) -> Batch:
         key = rng.keys(0, 0, torch.arange(batch_size))

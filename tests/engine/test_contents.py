@@ -1,0 +1,80 @@
+"""What a checkpoint's small files may not say, although they are sealed; a run then goes on from the step before."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dstrain import recipe
+from dstrain.disk.sealed import render
+from dstrain.engine import contents
+from dstrain.engine.manifest import NAME, hash_files, manifest
+from dstrain.engine.store import Store
+from tests.support import checkpoints
+from tests.support.tiny import Tiny
+
+FINE = {"net": {"updates": 3, "skipped": 1, "stage": 2, "scaler": {"cur_scale": 1.0, "last_overflow_iter": None}}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints of steps 7 and 9 that are in order."""
+    checkpoints.write(tmp_path, recipe.load(None), {"net": Tiny()})
+    shutil.copytree(tmp_path / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
+    for step in (7, 9):
+        seal(tmp_path / "checkpoints" / f"step_{step:08d}", step=step, extra={"score": None})
+    return tmp_path / "checkpoints"
+
+
+def seal(path, counters=json.dumps(FINE), **body) -> None:
+    """Seals the folder with these counters and entries of its manifest; `files` None lists what is there."""
+    save_file({"history": torch.zeros(2)}, path / "common.safetensors",
+              None if counters is None else {"counters": counters})
+    names = [file.name for file in path.glob("*.safetensors")]
+    (path / NAME).write_bytes(render({**manifest(path), "files": hash_files(path, names), **body}))
+
+
+def newest(folder) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    return Store(folder, check=contents.check).newest(lines.append)[0], lines
+
+
+@pytest.mark.parametrize("counters", [
+    None, "", "null", "[]", "3", '{"net": 1}', '{"net": {}}', "[" * 3000,
+    json.dumps({"net": FINE["net"] | {"updates": -1}}), json.dumps({"net": FINE["net"] | {"scaler": []}}), json.dumps({"net": FINE["net"] | {"stage": "two"}}),
+    json.dumps({"other": FINE["net"]})])
+def test_counters(folder, counters):
+    """Oracle: the step before, and one line that names the file; in order it is the step itself."""
+    assert newest(folder) == (9, [])
+    assert contents.counters(folder / "step_00000009") == FINE
+    assert contents.course(folder / "step_00000009").skipped == 1
+    seal(folder / "step_00000009", counters)
+    step, lines = newest(folder)
+    assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
+
+
+@pytest.mark.parametrize("course", [[], 3, {"shift": -1}, {"rollbacks": 1}, {"losses": {"net": [None]}},
+                                    {"in_a_row": "x"}])
+def test_course(folder, course):
+    """Oracle: the step before, and a line that says what is malformed."""
+    seal(folder / "step_00000009", extra={"course": course})
+    step, lines = newest(folder)
+    assert step == 7 and "its course is malformed" in lines[0]
+
+
+def test_files_that_are_not_listed(folder):
+    """Oracle: what `load` would read and no hash covers: a shard, the small file, DeepSpeed's own files."""
+    path = folder / "step_00000009"
+    listed = manifest(path)["files"]
+    for name in listed:
+        seal(path, files={other: entry for other, entry in listed.items() if other != name})
+        assert newest(folder)[0] == 7 and f"{name} is not in {NAME}" in newest(folder)[1][0]
+    seal(path, world=2)
+    assert "net-00000-of-00002.safetensors is not in" in newest(folder)[1][0]
+    seal(path, world=1)
+    assert newest(folder) == (9, [])
+    (path / "deepspeed" / "net").mkdir(parents=True)
+    (path / "deepspeed" / "net" / "model.pt").write_bytes(b"pickle")
+    assert newest(folder)[0] == 7 and "deepspeed/net/model.pt is not in" in newest(folder)[1][0]
