@@ -170,12 +170,12 @@ def _saved(folder: Path) -> int:
 
 
 def _reason(code: int) -> str:
-    """How a command ended. Launchers say that a rank was killed by signal N as 256 - N, shells as 128 + N."""
+    """How a command ended. That signal N has killed a rank is 256 - N for deepspeed, 128 + N for shells; 255 is ssh's."""
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"the launcher was killed by {names.get(-code, -code)}"
     number = 256 - code if code >= 192 else code - 128
-    if number in names and code > 128:
+    if number in names and 128 < code < 255:
         return f"ended with {code} ({names[number]})"
     return f"ended with {code}" + (" (a rank hung: see stacks/)" if code == endings.HUNG else "")
 

@@ -35,6 +35,7 @@ def start(timeout_minutes: float = 30) -> None:
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
         try:
+            _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
@@ -43,6 +44,19 @@ def start(timeout_minutes: float = 30) -> None:
                               "the launcher another, deepspeed --master_port PORT ...") from None
         group.barrier()
         _unlink_buffers()
+
+
+def _join_anew(backend: str, timeout: timedelta) -> None:
+    """Makes the process group of ranks that torchrun has restarted; others are left to DeepSpeed.
+
+    With torchrun's default rendezvous the store lives on, and the addresses in it are those of ranks that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0":
+        store, rank, world = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        device = group.device() if torch.cuda.is_available() else None
+        torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore(f"attempt_{attempt}", store),
+                                             rank=rank, world_size=world, timeout=timeout, device_id=device)
 
 
 def _unlink_buffers() -> None:

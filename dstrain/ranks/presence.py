@@ -7,6 +7,7 @@ pid into a file of the launch, in the folder for temporary files, and looks at t
     TMP/dstrain-UID/LAUNCH/RANK        pid and start time; removed by a rank that ends as it should
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -57,26 +58,29 @@ class Presence:
 
         A file that an earlier launch has left is known by its age, unless its process lives.
         """
-        found = {}
-        for path in self._file.parent.iterdir() if self._file else ():
+        others, mine = {}, self._file
+        for path in mine.parent.glob("[0-9]*") if mine else ():
             try:
                 pid, born = path.read_text().split()
                 written = path.stat().st_mtime
             except (OSError, ValueError):                            # it has just left
                 continue
-            if path == self._file or not path.name.isdigit():
+            if path == mine:
                 continue
             rank, process = int(path.name), (int(pid), born)
             if identity(process[0]) == born:
                 self._alive[rank] = process
             if written >= self._began or self._alive.get(rank) == process:
-                found[rank] = process
-        return found
+                others[rank] = process
+        return others
 
     def leave(self) -> None:
         """This rank ends as it should: the others go on."""
-        if self._file:
-            self._file.unlink(missing_ok=True)
+        mine, self._file = self._file, None
+        if mine:
+            with contextlib.suppress(OSError):
+                mine.unlink()
+                mine.parent.rmdir()                                  # by the last rank
 
     def _watch(self) -> None:
         since: float | None = None

@@ -207,7 +207,7 @@ class Faults(Section):
     # A rank that waits longer for another ends. Listing data, compiling and saving, while others wait, take less.
     timeout_minutes: Annotated[float, Field(gt=0, le=10080)] = 30
     hang_factor: NonNegative = 20            # times the median step, after which a step hangs; 0: only the timeout
-    hang_seconds: NonNegative = 120          # and no step hangs before
+    hang_seconds: NonNegative = 300          # and no step hangs before
 
 
 class Run(Section):

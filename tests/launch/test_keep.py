@@ -14,7 +14,7 @@ from tests.support.runs import begin, ds_config, files, finish, metrics, ranks_o
 
 pytestmark = pytest.mark.slow
 
-STEPS = 300
+STEPS = 160
 WORDS = (f"steps={STEPS}", "every.sample=0", "every.save=20", "every.report=20", "faults.hang_seconds=15")
 
 
@@ -74,7 +74,7 @@ def test_a_killed_rank_and_a_suspended_one(undisturbed, tmp_path):
     name = f"rank 1 on {socket.gethostname()} (process {suspended}) is stopped"
     assert name in (folder / "log.txt").read_text()
     (stacks,) = (folder / "stacks").iterdir()
-    assert stacks.name.endswith("_rank_0.txt") and "all_reduce" in stacks.read_text()
+    assert stacks.name.endswith("_rank_0.txt") and "torch/distributed" in stacks.read_text()
     assert equal(folder, undisturbed)
 
 
@@ -94,4 +94,4 @@ def test_wrong_input_is_told_under_torchrun(tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     process = begin(keep(torchrun(folder, "model.patch_size=7")), log)
     assert process.wait(400) == 2, log.read_text()[-6000:]
-    assert log.read_text().count("patch_size=7") >= 1 and "restart" not in log.read_text()
+    assert "image_size 32 is no multiple of 7" in log.read_text() and "; restart" not in log.read_text()

@@ -8,6 +8,7 @@ Faults that a run on one machine cannot have: a lost launcher, a cut link, a fol
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ STEPS = 60
 PATIENCE = 30                                     # seconds that a rank waits for others; a slow start needs some
 RUN = ("--recipe", RECIPE, "--ds_config", "ds_configs/zero3.json", f"steps={STEPS}", "every.sample=0", "every.save=10",
        f"faults.timeout_minutes={PATIENCE / 60}")
+KEEP = (sys.executable, "launch/keep.py", "--backoff", "30", "--")
 # The ssh options of multinode.md: a connection that is silent for six seconds ends.
 ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=3"}
 
@@ -38,10 +40,10 @@ def hosts(tmp_path_factory):
 class Driven:
     """A training that was started by the launcher on the first host."""
 
-    def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object):
+    def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object, before: tuple = ()):
         self.hosts, self.log = hosts, place / "output"
-        line = machines.deepspeed("--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}", "launch/train.py",
-                                  *RUN, *words)
+        line = [*before, *machines.deepspeed("--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}",
+                                             "launch/train.py", *RUN, *words)]
         with open(self.log, "w") as output:
             self.process = subprocess.Popen(hosts[0].words(*line, folder=place), env=environment(**ALIVE),
                                             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -70,8 +72,8 @@ def train(hosts, tmp_path):
     """Starts trainings in a workplace; after the test every process that is left is killed."""
     place, started = machines.workplace(tmp_path / "place"), []
 
-    def start(*words: object) -> Driven:
-        started.append(Driven(hosts, place, *words))
+    def start(*words: object, before: tuple = ()) -> Driven:
+        started.append(Driven(hosts, place, *words, before=before))
         return started[-1]
 
     yield start
@@ -113,11 +115,12 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert f"stopped at step {at} (the launcher has gone" in log or f"stopped at step {at} (another rank" in log, log
     assert assert_whole(folder) == at < STEPS - 20
 
-    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends.
-    driven = train(f"folder={folder}")
+    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends; when the link is there
+    # again, launch/keep.py on the first host starts both again.
+    driven = train(f"folder={folder}", before=KEEP)
     driven.saved(folder, (at // 10 + 1) * 10)
     hosts[1].link("down")
-    assert driven.ends(PATIENCE + 60) != 0
+    wait_for(folder / "restarts.log", driven.process, driven.log, PATIENCE + 120)
     for (rank, text), host in zip(driven.output_of_ranks().items(), machines.NAMES):
         assert f"error: rank {rank} on {host} no longer hears from another rank" in text, text[-3000:]
         assert "Traceback" in text and "faults.timeout_minutes" in text
@@ -125,8 +128,7 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert at < assert_whole(folder) < STEPS
 
     hosts[1].link("up")
-    driven = train(f"folder={folder}")
-    assert driven.ends(240) == 0, driven.output_of_ranks()
+    assert driven.ends(300) == 0, driven.output_of_ranks()
     assert f"complete: {STEPS} steps" in (folder / "log.txt").read_text()
 
     whole = tmp_path / "whole"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.ranks.stops import SIGNALS, Stops
+from dstrain.ranks.stops import SIGNALS, Stops, _launches
 from tests.support.launch import environment
 
 # A rank: watches until it has a reason, or has looked twenty times since it was left to init; then says what it saw.
@@ -218,3 +218,17 @@ def test_who_does_not_watch_goes_on(family, tmp_path):
     launcher.kill()
     launcher.wait()
     assert reason(tmp_path) == "None"
+
+
+@pytest.mark.parametrize("words, launches", [(("deepspeed",), True), (("--", "deepspeed"), False)], ids=str)
+def test_a_supervisor_is_no_launcher(tmp_path, words, launches):
+    """Oracle: the command line of launch/keep.py, which has the launcher's behind --: killed alone, it ends no rank."""
+    (tmp_path / "keep.py").write_text("print('ready', flush=True); input()")
+    process = subprocess.Popen([sys.executable, str(tmp_path / "keep.py"), *words], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        assert _launches(process.pid) == launches
+    finally:
+        process.kill()
+        process.communicate()
