@@ -116,8 +116,8 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
         lines.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     if wide and offloads_optimizer(settings) and stage(settings) < 3:
-        lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half of "
-                     f'it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}')
+        lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
+                     f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}')
     if bf16 and device_type == "cpu" and not _multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return lines
