@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine import nonfinite
+from dstrain.engine.accumulation import WideSums
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters, full_shape
-from dstrain.engine.settings import offloads_optimizer, stage
+from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.recipe import Run
 
 Decays = Callable[[str, Tensor], bool]
@@ -71,8 +72,12 @@ class Engines(Mapping[str, Any]):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         else:
             optimizer = torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **options)
-        return deepspeed.initialize(model=network, optimizer=optimizer, config=dict(self.settings),
-                                    dist_init_required=False)[0]
+        sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
+        engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
+                                      dist_init_required=False)[0]
+        if sums:
+            sums.attach(engine)
+        return engine
 
     def __getitem__(self, part: str) -> Any:
         return self._engines[part]
@@ -125,6 +130,7 @@ class Engines(Mapping[str, Any]):
         self._learned.add(part)
         self._engines[part].backward(loss)
         nonfinite.step(self.masters[part])
+        self.masters[part].update_scale()
 
     def applied(self) -> dict[str, bool]:
         """For each part that had a turn in this step, whether its weights changed. A part without a turn is absent."""

@@ -9,7 +9,7 @@ parameter at stage 0. A fragment is the part of one named parameter that lies in
 
     stage 3           fp32_partitioned_groups_flat, one flat for each sub-group
     stage 1, 2        single_partition_of_fp32_groups, one flat for each parameter group
-    stage 0 bf16/fp16 fp32_groups, one for each parameter, on every rank
+    stage 0 bf16      fp32_groups, one for each parameter, on every rank
     stage 0 fp32      the parameters themselves, on every rank
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -85,6 +84,10 @@ class Masters:
         compute = {weight.data_ptr() for weight in self._compute_flats()}
         # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
+        self._overflows: list[bool] = []                                  # of the step that ends, in fp16
+        if self._searches_scale:
+            self._zero.loss_scaler.raise_error_at_min_scale = False       # nonfinite.SkippedSteps ends a run instead
+            self._zero._update_scale = self._overflows.append
 
     def _find_stage0(self) -> None:
         groups = getattr(self._zero, "fp32_groups", None)
@@ -100,9 +103,6 @@ class Masters:
             self.fragments.append((whole, number, 0))
 
     def _find_stage12(self) -> None:
-        if not hasattr(self._zero, "single_partition_of_fp32_groups"):
-            raise ConfigError(f"DeepSpeed chose {type(self._zero).__name__}, whose fp32 weights dstrain does not "
-                              "reach; remove data_types.grad_accum_dtype from the DeepSpeed config")
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         for number, weights in enumerate(self._zero.bit16_groups):
             for weight in weights:
@@ -261,8 +261,6 @@ class Masters:
     def grad_norm(self) -> float | None:
         """Of the latest step before clipping, over all ranks; None where it was not computed."""
         norm = self.engine.get_global_grad_norm()
-        if norm is not None and self.loss_scale and self.replicated:      # the only one that DeepSpeed leaves scaled
-            norm = norm / self.loss_scale
         return None if norm is None else float(norm)
 
     @grad_norm.setter
@@ -272,19 +270,25 @@ class Masters:
     @property
     def loss_scale(self) -> float | None:
         """The factor of the loss under fp16; None in other precisions."""
-        return self._scaler.cur_scale if self.engine.fp16_enabled() else None
+        return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
+
+    def update_scale(self) -> None:
+        """Ends a step: DeepSpeed would raise a scale before it divides by it, and so halve the gradients of that step.
+        """
+        while self._overflows:
+            self._zero.loss_scaler.update_scale(self._overflows.pop())
+
+    @property
+    def _searches_scale(self) -> bool:
+        return self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """What a checkpoint keeps of the loss scale and its history."""
-        return {name: getattr(self._scaler, name) for name in _SCALER_STATE if hasattr(self._scaler, name)}
+        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a setting.
+        """
+        return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
 
     @scaler_state.setter
     def scaler_state(self, state: dict[str, float]) -> None:
-        for name, value in state.items():
-            if self.engine.fp16_enabled() and hasattr(self._scaler, name):        # other precisions need no scale
-                setattr(self._scaler, name, value)
-
-    @property
-    def _scaler(self) -> Any:
-        return getattr(self._zero, "loss_scaler", None) or getattr(self._zero, "loss_scale_config", None)
+        if self._searches_scale and state.keys() == set(_SCALER_STATE):   # not where the run was in another precision
+            vars(self._zero.loss_scaler).update(state)

@@ -51,7 +51,7 @@ def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type:
         settings.setdefault(key, value)
     problems += refusals(settings)
     if not problems:                                          # the types are right from here on
-        problems += _mechanism(settings, run, world, device_type)
+        problems += [*_mechanism(settings, run, world, device_type), *_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return settings
@@ -91,6 +91,20 @@ def offloads_optimizer(settings: Settings) -> bool:
     return offload(settings, "offload_optimizer") != "none"
 
 
+def sums_aside(settings: Settings) -> bool:
+    """Whether accumulation.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
+    wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    return wide and stage(settings) < 2 and precision(settings) != "fp32"
+
+
+def for_deepspeed(settings: Settings) -> Settings:
+    """The settings for deepspeed.initialize: without grad_accum_dtype where accumulation.py does its work."""
+    if not sums_aside(settings):
+        return dict(settings)
+    return {**settings, "data_types": {key: value for key, value in settings["data_types"].items()
+                                       if key != "grad_accum_dtype"}}
+
+
 def remarks(settings: Settings, device_type: str) -> list[str]:
     """What is allowed and worth knowing before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), precision(settings) == "bf16"
@@ -100,6 +114,10 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
         lines.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
     if precision(settings) != "fp16" and not checked and stage(settings) > 0:
         lines.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
+    wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    if wide and offloads_optimizer(settings) and stage(settings) < 3:
+        lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
+                     f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}')
     if bf16 and device_type == "cpu" and not _multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return lines
@@ -200,6 +218,28 @@ def _automatic(settings: Settings, device_type: str, before: Settings | None) ->
                f'"{key}" is "auto", which nothing decides{within}: write a value, or remove it for its default')
 
 
+def _search(fp16: Settings, run: Run) -> Iterator[str]:
+    """Whether the steps that a dynamic loss scale may skip on its way down look like a run that diverges."""
+    skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
+    if not fp16.get("loss_scale", 0) and skips > run.faults.max_skipped:
+        yield (f'"fp16" may skip {skips} steps in a row until its loss scale is low enough (initial_scale_power + '
+               f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} ends the run: lower "
+               f'"fp16.initial_scale_power", or write faults.max_skipped={skips}')
+
+
+def _sums(settings: Settings) -> Iterator[str]:
+    """Decides that gradients of 16 bits are summed in fp32 where a step has several micro-batches."""
+    data_types, own = settings.get("data_types", {}), precision(settings)
+    choice = data_types.get("grad_accum_dtype")
+    if choice is None:
+        if own != "fp32" and settings["gradient_accumulation_steps"] > 1:
+            settings["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
+    elif choice not in (own, "fp32"):
+        choices = '"fp32"' if own == "fp32" else f'"fp32" or "{own}"'
+        yield (f'"data_types.grad_accum_dtype" is {json.dumps(choice)}, and the networks compute in {own}: write '
+               f"{choices}, or remove it")
+
+
 def _autos(value: Any, key: str) -> Iterator[str]:
     if value == "auto":
         yield key
@@ -221,6 +261,11 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
     elif enabled == ["fp16"] and device_type == "cpu":
         yield ('"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
                "ds_configs/zero2_fp32.json")
+    elif enabled == ["fp16"] and stage(settings) == 0:
+        yield ('"fp16.enabled" is true at stage 0, where DeepSpeed divides the gradients by a loss scale and does not '
+               'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well')
+    elif enabled == ["fp16"]:
+        yield from _search(settings["fp16"], run)
     if not zero.get("compute_grad_norm", True) and run.optimizer.clip > 0:
         yield ('"zero_optimization.compute_grad_norm" is false, and optimizer.clip in the recipe is '
                f"{run.optimizer.clip}: clipping needs the norm; write true, or optimizer.clip=0")

@@ -217,6 +217,51 @@ def test_a_broken_file_is_named(tmp_path, text, part):
     assert str(path) in found and part in found
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sums_of_gradients(precision):
+    """Oracle: fp32 where a step has several micro-batches; the JSON's own choice; DeepSpeed refuses the key at stage 0
+    (engine.py, _do_optimizer_sanity_check), and takes an optimizer with other files at stage 1 in bf16.
+    """
+    def resolved(stage, *words, **own):
+        config = {precision: {"enabled": True}, "zero_optimization": {"stage": stage}, **own}
+        return settings.resolve(config, recipe.load(None, ["batch.global=8", *words]), 1, "cuda")
+
+    several, own = "batch.micro=2", {"data_types": {"grad_accum_dtype": precision}}
+    for stage in (1, 2, 3):
+        assert "data_types" not in resolved(stage)
+        wide = resolved(stage, several)
+        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.sums_aside(wide) == (stage == 1)
+        assert settings.for_deepspeed(wide).get("data_types") == ({} if stage == 1 else wide["data_types"])
+        assert resolved(stage, several, **own)["data_types"] == own["data_types"]
+        assert not settings.sums_aside(resolved(stage, several, **own))
+    other = {"bf16": "fp16", "fp16": "bf16"}[precision]
+    text = faults({precision: {"enabled": True}, "zero_optimization": {"stage": 2},
+                   "data_types": {"grad_accum_dtype": other}}, device="cuda")
+    assert f'"{other}", and the networks compute in {precision}' in text and f'write "fp32" or "{precision}"' in text
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert any("4 bytes a weight" in line for line in settings.remarks(resolved(2, several, **offloaded), "cuda"))
+    assert settings.remarks(resolved(2, **offloaded), "cuda") == []
+
+
+def test_fp32_sums_are_nothing_to_decide():
+    """Oracle: by hand: networks in fp32 sum in fp32, and in nothing else."""
+    assert "data_types" not in settings.resolve({}, recipe.load(None, ["batch.micro=2"]), 1, "cpu")
+    assert 'compute in fp32: write "fp32", or' in faults({"data_types": {"grad_accum_dtype": "bf16"}})
+
+
+def test_fp16_and_its_scale():
+    """Oracle: FP16_UnfusedOptimizer of DeepSpeed's stage 0 divides by a scale that engine.backward has not applied; and
+    the skips by hand: 2 ** 19 halves to 1 in 19 steps, after hysteresis - 1 that do not halve.
+    """
+    assert '"stage": 1' in faults({"fp16": {"enabled": True}}, device="cuda")
+    fp16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 2}}
+    assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=20"]), 1, "cuda")
+    text = faults(fp16, "faults.max_skipped=19", device="cuda")
+    assert "initial_scale_power" in text and "faults.max_skipped=20" in text
+    fp16["fp16"]["loss_scale"] = 128
+    assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
+
+
 def test_the_callers_dict_stays():
     """Oracle: a copy taken before."""
     content = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}

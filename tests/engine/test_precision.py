@@ -1,0 +1,69 @@
+"""Sums of gradients over micro-batches, and the loss scale of fp16, at every stage on 1 and 2 ranks."""
+
+import json
+
+import pytest
+
+from tests.engine.check_precision import INFINITE, SAVED, STEPS
+from tests.support.launch import launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def figures(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("precision")
+    launch("tests/engine/check_precision.py", folder, num=request.param, timeout=900)
+    return json.loads((folder / f"figures-{request.param}.json").read_text())
+
+
+def test_sums_of_gradients(figures):
+    """Oracle: the gradient of 256 samples in float64. One sample a micro-batch loses no more than all in one, at any
+    stage, where the same sum in bf16 loses three times as much.
+    """
+    for stage in (0, 1, 2, 3):
+        together, apart = figures[f"sums {stage}"]
+        assert 1e-3 < together < 5e-3 and apart < 1.2 * together < 3 * together < figures["narrow"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["dynamic", "fixed"])
+class TestFp16:
+    def test_scale_and_skips(self, figures, kind, stage):
+        """Oracle: plain torch in fp16 with DeepSpeed's documented rules by hand: overflows of its own and an infinite
+        loss on one rank, in one of two networks or both; halving after patience, growth, and the norm.
+        """
+        found = figures[f"{kind} {stage}"]
+        seen = {"grown": 0, "lowered": 0, "skipped": 0}
+        for part in ("a", "b"):
+            scales = [report[part]["scale"] for report in found["reports"]]
+            seen["grown"] += sum(b > a for a, b in zip(scales, scales[1:]))
+            seen["lowered"] += sum(b < a for a, b in zip(scales, scales[1:]))
+            for step, (report, expected) in enumerate(zip(found["reports"], found["expected"], strict=True)):
+                assert report[part]["applied"] == expected[part]["applied"] and not (
+                    report[part]["applied"] and step in INFINITE[part])
+                assert report[part]["scale"] == expected[part]["scale"], (part, step)
+                seen["skipped"] += not report[part]["applied"]
+                if report[part]["applied"]:
+                    assert report[part]["norm"] == pytest.approx(expected[part]["norm"], rel=2e-3)
+        injected = sum(map(len, INFINITE.values()))
+        assert (seen == {"grown": 0, "lowered": 0, "skipped": injected} if kind == "fixed" else
+                min(seen["grown"], seen["lowered"]) >= 4 and seen["skipped"] > injected)
+
+    def test_weights_and_averages(self, figures, kind, stage):
+        """Oracle: the same plain torch: a step that is skipped moves neither, and one whose scale grows is no shorter.
+        """
+        for part in ("a", "b"):
+            for what in ("master", "ema"):
+                found = figures[f"{kind} {stage}"]
+                assert found[f"{part} {what}"] < 5e-3 * found[f"{part} {what} moved"]
+
+    def test_goes_on(self, figures, kind, stage):
+        """Oracle: the run that was not interrupted: scale, counters, reports and weights to the bit; saved between an
+        overflow and the growth that follows. A fixed scale is a setting and no state.
+        """
+        found = figures[f"{kind} {stage}"]
+        assert found["kept"] == found["restored"] and found["resumed"] and found["same"]
+        for state in found["kept"].values():
+            assert state == {} if kind == "fixed" else state["cur_iter"] == SAVED and state["cur_hysteresis"] == 1
+        assert len(found["reports"]) == STEPS
