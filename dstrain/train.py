@@ -91,7 +91,7 @@ def loop(training: Training) -> int:
         training.skipped.count(all(engines.applied().values()))   # raises where too many in a row change nothing
         done = step + 1
         saver.look()                                              # reports a save that has ended meanwhile
-        stop = group.agree(training.stops.requested())            # a signal anywhere stops everyone together
+        stop = group.agree(training.stops.requested() or training.batches.problem is not None)    # everyone together
         last = stop or done == run.steps
         if stop:
             training.stops.settle()
@@ -109,8 +109,17 @@ def loop(training: Training) -> int:
             with throughput.paused():
                 training.saves.save(done, last, loss)             # training goes on while it is written
         if stop:
+            end_without_data(training, done)
             break
     return done
+
+
+def end_without_data(training: Training, done: int) -> None:
+    """ConfigError, NotRead, on all ranks: some rank has no samples for the next step, and `done` steps are saved."""
+    for problem in group.objects(training.batches.problem):
+        if problem is not None:
+            training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
+            raise problem
 
 
 def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any) -> None:

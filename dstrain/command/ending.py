@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, NotSaved
+from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -28,9 +28,9 @@ def _run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:                      # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except (FloatingPointError, NotSaved, ConfigError) as error:
+    except (FloatingPointError, NotRead, NotSaved, ConfigError) as error:
         _report(error)
-        code = {FloatingPointError: 3, NotSaved: 1, ConfigError: 2}
+        code = {FloatingPointError: 3, NotRead: 1, NotSaved: 1, ConfigError: 2}
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if group.lost(error):

@@ -36,7 +36,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from dstrain.disk import sealed
-from dstrain.recipe import ConfigError
+from dstrain.data.storage import with_retries
+from dstrain.recipe import ConfigError, NotRead
 
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
@@ -90,6 +91,8 @@ def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
 def encoding_of(path: Path) -> str | None:
     """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
     try:
+        if not path.is_file():
+            return None
         with open(path, "rb") as file:
             return json.loads(_header(file)["__metadata__"]["shard"])["encoding"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -103,16 +106,21 @@ def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 def mapped(path: Path) -> Arrays:
     """The arrays of a shard, mapped into memory and read-only. ConfigError names a file that is no shard."""
-    try:
+    def bytes_of() -> tuple[dict[str, Any], np.ndarray]:
         with open(path, "rb") as file:
             header = _header(file)
             # A plain array, since indexing a memmap runs Python code for each row.
-            content = np.memmap(path, np.uint8, "r", offset=file.tell()).view(np.ndarray)
+            return header, np.memmap(path, np.uint8, "r", offset=file.tell()).view(np.ndarray)
+
+    try:
+        header, content = with_retries(bytes_of)
         header.pop("__metadata__", None)
         return {name: content[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
                 for name, entry in header.items()}
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
+    except OSError as error:
+        raise NotRead(f"{path} cannot be read ({error}): mend the storage, then give the same command again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path} is no shard, or its header is damaged") from None
 
@@ -181,6 +189,8 @@ def is_cache(folder: Path) -> bool:
     """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
+            if not (folder / name).is_file():                # a FIFO would wait for ever
+                continue
             with open(folder / name, "rb") as file:
                 if re.match(begins, file.read(128)):
                     return True
