@@ -14,10 +14,10 @@ from typing import Any
 
 from dstrain.recipe import ConfigError
 
-_NAMES = ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "EINTR", "ENOMEM", "EMFILE", "ENFILE", "ENOSPC", "EDQUOT", "EBUSY",
-          "ENODEV", "ENXIO", "EREMOTEIO", "ENOTCONN", "ECONNRESET", "ECONNABORTED", "EHOSTDOWN", "EHOSTUNREACH",
-          "ENETDOWN", "ENETUNREACH", "ESHUTDOWN", "ECOMM", "ENOLINK", "EPROTO")
-_STORAGE = {getattr(errno, name) for name in _NAMES if hasattr(errno, name)}
+_STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+            errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET,
+            errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+            errno.ESHUTDOWN}
 _TRIES = 4
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
 
