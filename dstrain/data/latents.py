@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.shards import Arrays, check, is_cache, mapped, read_index
+from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_index
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
@@ -73,6 +73,7 @@ class Latents(Source):
                      f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))})")
         # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...), in the order of their last use
         self._open: dict[int, Arrays] = {}
+        self._layouts: dict[str, Layout] = {}
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
@@ -141,7 +142,7 @@ class Latents(Source):
 
     def _mapped(self, number: int) -> Arrays:
         path = self.path / self.index["shards"][number]["name"]
-        arrays = mapped(path)
+        arrays = mapped(path, self._layouts)
         rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
         codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
         shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}

@@ -27,6 +27,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,25 +105,39 @@ def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return {"name": path.name, "size": path.stat().st_size, **{key: facts[key] for key in ("hash", "sums", "bad")}}
 
 
-def mapped(path: Path) -> Arrays:
-    """The arrays of a shard, mapped into memory and read-only. ConfigError names a file that is no shard."""
-    def bytes_of() -> tuple[dict[str, Any], np.ndarray]:
+Layout = tuple[int, dict[str, tuple[slice, type, list[int]]]]      # where arrays begin; of each: bytes, dtype, shape
+
+
+def mapped(path: Path, layouts: dict[str, Layout]) -> Arrays:
+    """The arrays of a shard, mapped into memory and read-only. `layouts` keeps the headers that were read, by name.
+
+    ConfigError names a file that is no shard. NotRead: the storage fails.
+    """
+    def content() -> np.ndarray:
         with open(path, "rb") as file:
-            header = _header(file)
-            # A plain array, since indexing a memmap runs Python code for each row.
-            return header, np.memmap(path, np.uint8, "r", offset=file.tell()).view(np.ndarray)
+            if path.name not in layouts:
+                layouts[path.name] = _layout(file)
+            # Not np.memmap, whose indexing runs Python code for each row.
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
-        header, content = with_retries(bytes_of)
-        header.pop("__metadata__", None)
-        return {name: content[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-                for name, entry in header.items()}
+        whole = with_retries(content)
+        begin, entries = layouts[path.name]
+        return {name: whole[begin + place.start:begin + place.stop].view(dtype).reshape(shape)
+                for name, (place, dtype, shape) in entries.items()}
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except OSError as error:
         raise NotRead(f"{path} cannot be read ({error}): mend the storage, then give the same command again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path} is no shard, or its header is damaged") from None
+
+
+def _layout(file: BinaryIO) -> Layout:
+    header = _header(file)
+    header.pop("__metadata__", None)
+    return file.tell(), {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
+                         for name, entry in header.items()}
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:

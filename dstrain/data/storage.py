@@ -14,10 +14,10 @@ from typing import Any
 
 from dstrain.recipe import ConfigError
 
-_STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
-            errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET,
-            errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
-            errno.ESHUTDOWN}
+_STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE,
+            errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN,
+            errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+            errno.ENETUNREACH, errno.ESHUTDOWN}
 _TRIES = 4
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
 

@@ -22,8 +22,7 @@ from tests.support.pictures import folder, picture
 
 
 def test_what_is_no_file_is_not_opened(tmp_path):
-    """Oracle: POSIX: opening a FIFO waits for a writer for ever. FIFO, socket and device are bad files, with the reason.
-    """
+    """Oracle: POSIX: opening a FIFO waits for a writer for ever. It is a bad file, as a socket and a device are."""
     root = folder(tmp_path / "d", 1, 2)
     os.mkfifo(root / "c0" / "a.png")
     with socket.socket(socket.AF_UNIX) as server:
