@@ -28,7 +28,7 @@ from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_in
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
-_MAPPED = 256                 # shards that a process keeps mapped: each map holds a descriptor
+_MAPPED = 4096                # shards that a process keeps mapped: each map holds a descriptor
 _COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"

@@ -9,6 +9,7 @@ import tarfile
 
 import pytest
 
+from dstrain.command.ending import run_main
 from dstrain.data import storage
 from dstrain.data.captioned import open_captioned
 from dstrain.data.images import open_images
@@ -105,6 +106,17 @@ def test_ffmpegs_own_errors(tmp_path):
     path.unlink()
     with pytest.raises(NotRead), reading("a.mp4", path):
         raise av.error.OSError(errno.EIO, "gone", str(path))
+
+
+def test_the_command_ends_with_one_message(capsys):
+    """Oracle: the table of exit codes: 1, for a supervisor that starts again; the reason, and no traceback."""
+    def fail() -> None:
+        raise NotRead("/data/a.png cannot be read (OSError: EIO)")
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(fail)
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and "error:\n  /data/a.png cannot be read" in err and "Traceback" not in err
 
 
 def test_a_pair_in_a_tar_is_tried_again(tmp_path, monkeypatch):
