@@ -124,6 +124,10 @@ class Latents(Source):
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
         return self.take(index, mirrored), []
 
+    def describe(self) -> str:
+        bad = len(self.index["bad_files"])
+        return super().describe() + (f"; {bad:,} unreadable files were replaced when they were encoded" if bad else "")
+
     def class_counts(self) -> np.ndarray | None:
         shards = range(len(self.index["shards"]))
         if not self.classes or len(shards) > _COUNTED:
