@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain import __version__
+from dstrain.disk import atomic
 from dstrain.engine import deepspeed_files, fragment_files, streams, torch_files
 from dstrain.engine.fragment_files import COMMON, SHARD
 from dstrain.engine.manifest import CONSOLIDATED, NAME, faults, manifest
@@ -98,7 +99,7 @@ def consolidate(order: Order, bar: Callable[[int], Update] | None = None) -> Pla
             shutil.copyfile(plan.recipe, tmp / "recipe.yaml")
         description = json.dumps({**_description(order, plan), "files": files}, indent=2)
         (tmp / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
-        os.rename(tmp, order.out)
+        atomic.publish(tmp, order.out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(f"--out {order.out} does not fit on its disk ({error.strerror}), and nothing was left "

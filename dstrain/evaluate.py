@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,6 +23,7 @@ from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import ImageFolder, open_images
+from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
@@ -194,7 +194,7 @@ def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with Image.open(source.path / source.name(index)) as image:
+            with open_image(source.path / source.name(index), FORMATS) as image:
                 grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
                             or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
                 sides.append(min(image.size))

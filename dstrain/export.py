@@ -171,6 +171,7 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data)[0], run.seed)
+    print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
     for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
         with torch.no_grad():                  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)

@@ -101,7 +101,7 @@ def loop(training: Training) -> int:
         if trouble := course.trouble(done, all(applied.values()), losses):
             done = go_back(training, done, trouble)               # raises where there is no way back
             continue
-        stop = group.agree(training.stops.requested())            # a signal anywhere stops everyone together
+        stop = group.agree(training.stops.requested() or training.batches.problem is not None)    # everyone together
         last = stop or done == run.steps
         if stop:
             training.stops.settle()
@@ -112,6 +112,8 @@ def loop(training: Training) -> int:
             training.watchdog.at(done, "save and samples of step")
             with throughput.paused():
                 record(training, done, stop)
+    if stop:
+        end_without_data(training, done)
     return done
 
 
@@ -131,6 +133,14 @@ def record(training: Training, done: int, stop: bool) -> None:
         show(training, done)
     if evaluates and not run.save.best:
         evaluate(training, done)
+
+
+def end_without_data(training: Training, done: int) -> None:
+    """ConfigError, NotRead, on all ranks: some rank has no samples for the next step, and `done` steps are saved."""
+    for problem in group.objects(training.batches.problem):
+        if problem is not None:
+            training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
+            raise problem
 
 
 def catch_up(training: Training, done: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dstrain.ranks import endings, group
 from dstrain.ranks.presence import presence
-from dstrain.recipe import ConfigError, NotSaved
+from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -40,9 +40,10 @@ def _run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:                      # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except (FloatingPointError, NotSaved, ConfigError) as error:
+    except (FloatingPointError, NotRead, NotSaved, ConfigError) as error:
         _report(error)
-        code = {FloatingPointError: endings.DIVERGED, NotSaved: endings.BUG, ConfigError: endings.WRONG_INPUT}
+        code = {FloatingPointError: endings.DIVERGED, NotRead: endings.BUG, NotSaved: endings.BUG,
+                ConfigError: endings.WRONG_INPUT}
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if group.lost(error):

@@ -113,7 +113,11 @@ def _data_path_problem(key: str, path: str) -> str | None:
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
-    if os.path.isdir(path) and not any(os.scandir(path)):
+    try:
+        empty = os.path.isdir(path) and not any(os.scandir(path))
+    except OSError as error:
+        return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
+    if empty:
         return f"{key}={path} is an empty folder: give one with data, such as a folder of images a class"
     return None
 

@@ -8,7 +8,8 @@
 The global batch of a step is thus the same samples with the same keys at any world size, micro-batch and worker count.
 Micro-step m of all ranks together is one contiguous block of it. Nothing here has a state to save.
 
-Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py).
+Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py). A rank reads a step ahead of
+the one that it takes, so that data that end a run do so between two steps, where all ranks can save.
 """
 
 import atexit
@@ -17,6 +18,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,12 +33,13 @@ from dstrain.data.bad_files import BadFiles
 from dstrain.data.order import Order
 from dstrain.data.source import Source
 from dstrain.ranks.place import place
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 Batch = dict[str, Tensor]
 
 _ON_HOST = ("caption", "other_caption")       # packed texts, which the host reads: a copy back would make it wait
 _HELD_OUT_STEP = -1                           # of the keys of held-out samples: a step that training never has
+_AHEAD = 1 << 30                              # bytes of samples that are read ahead, where a step has more
 _BAD = "bad"                                  # entry of a worker's batch: what it could not read
 
 
@@ -59,6 +62,7 @@ class Batches(AbstractContextManager):
         self.device = torch.device(device)
         self.accumulation = global_batch // (micro_batch * world)      # micro-steps of one optimizer step
         self.wait_seconds = 0.0                                        # host time spent waiting for samples
+        self.problem: ConfigError | NotRead | None = None              # why there are no samples for the next step
         self.num_workers = _choose_workers(num_workers, source)
         self._stream = _Stream(source, Order(len(source), seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
@@ -71,6 +75,8 @@ class Batches(AbstractContextManager):
     def at(self, step: int) -> Iterator[Batch]:
         """The `accumulation` micro-batches of this rank at an optimizer step, on the device (see `placed`).
 
+        ConfigError, NotRead: they cannot be read. Mostly `problem` says so while the step before is taken.
+
         Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
         {"label", "key", "position", "step"}. Steps in sequence run on; any other step restarts the workers.
         """
@@ -80,7 +86,9 @@ class Batches(AbstractContextManager):
             self._restart(step)
         self._next = -1                                                # left in the middle, the step starts again
         for micro in range(self.accumulation):
-            batch = next(self._batches)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise self.problem
             if micro == self.accumulation - 1:                         # before the yield: the caller may not ask on
                 self._next = step + 1
             yield batch
@@ -101,6 +109,7 @@ class Batches(AbstractContextManager):
 
     def _restart(self, step: int) -> None:
         self.close()
+        self.problem = None
         options = {}
         if self.num_workers:
             options = dict(num_workers=self.num_workers, prefetch_factor=2, worker_init_fn=workers.prepare,
@@ -118,19 +127,37 @@ class Batches(AbstractContextManager):
         self._batches = _ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _timed(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Host batches, without the reports of the workers."""
+        """Host batches, without the reports of the workers, each handed on when the same one of the next step is read.
+
+        Ends after the last one, or where `problem` says why the next one is missing.
+        """
+        ahead: deque[Batch] = deque()
+        fetched, batch, size = self._fetched(reader, semaphores), {}, 0          # size: bytes of a batch
+        while True:
+            while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
+                if (batch := next(fetched, None)) is not None:
+                    ahead.append(batch)
+                    size = sum(tensor.nbytes for tensor in batch.values())
+            if not ahead:
+                return
+            yield ahead.popleft()
+
+    def _fetched(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         for count in itertools.count(1):
             start = time.perf_counter()
             try:
                 batch = next(reader, None)
-            except ConfigError as error:             # a worker's comes wrapped in the worker's traceback
-                raise ConfigError(str(error).strip().splitlines()[-1].rpartition("ConfigError: ")[2]) from None
+                if batch is not None:
+                    self._bad.add(batch.pop(_BAD))
+            except (ConfigError, NotRead) as error:  # a worker's comes wrapped in the worker's traceback
+                kind, text = type(error), str(error).strip()
+                self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
+                return
             if count == self.num_workers:            # workers deliver in turn, so all of them run by now
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start
             if batch is None:
                 return
-            self._bad.add(batch.pop(_BAD))
             yield batch
 
 

@@ -19,6 +19,7 @@ from dstrain.data.folder import Folder, Names, of_each, summary_of_sizes
 from dstrain.data.pixels import SUFFIXES, decode, read_image
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
+from dstrain.data.storage import read_text, require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 _MAX_BYTES = 1 << 28                              # of a member that is read
@@ -65,7 +66,7 @@ class CaptionedFolder(Folder):
         name = self.names[index]
         path = self.path / name
         with reading(name, path):
-            caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
+            caption = with_retries(lambda: read_text(path.with_suffix(".txt")))
             return _item(read_image(path, self.image_size), caption)
 
     def describe(self) -> str:
@@ -116,9 +117,14 @@ class CaptionedTars(Source):
     def __getitem__(self, index: int) -> Item:
         number, offset, size, text_offset, text_size = self.places[index].tolist()
         path = self.root / self.tars[number]
-        with reading(self.name(index), path), open(path, "rb") as file:
-            caption = _part(file, text_offset, text_size).decode("utf-8").strip()
-            return _item(decode(io.BytesIO(_part(file, offset, size)), self.image_size), caption)
+
+        def read() -> Item:
+            with open(path, "rb") as file:
+                caption = _part(file, text_offset, text_size).decode("utf-8").strip()
+                return _item(decode(io.BytesIO(_part(file, offset, size)), self.image_size), caption)
+
+        with reading(self.name(index), path):
+            return with_retries(read)
 
     def name(self, index: int) -> str:
         return self.keys[index]
@@ -134,8 +140,10 @@ def add_captions(digest: Any, root: Path, names: Names) -> None:
     """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
     def text_of(name: str) -> bytes:
         try:
-            return (root / name).with_suffix(".txt").read_bytes().strip()
-        except OSError:                           # it will be a bad sample, as one whose caption is empty
+            path = (root / name).with_suffix(".txt")
+            require_regular(path)
+            return path.read_bytes().strip()
+        except (OSError, ConfigError):            # it will be a bad sample, as one whose caption is empty
             return b""
 
     for text in of_each(text_of, names):
@@ -146,6 +154,7 @@ def _members(tar: Path) -> dict[str, dict[str, tuple]]:
     """The places of each key's members: key -> {"image": (offset, bytes), "txt": (offset, bytes, hash of the text)}."""
     members: dict[str, dict[str, tuple]] = {}
     try:
+        require_regular(tar)
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
                 archive.members = []              # tarfile would keep them all in memory

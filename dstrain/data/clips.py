@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dstrain.data.pixels import (FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor,
-                                 with_retries)
+from dstrain.data.pixels import FORMATS, SUFFIXES, center_crop, open_image, require_below_cap, to_mode, to_tensor
+from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in lower case
@@ -120,6 +120,7 @@ def _keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     import av                                     # only videos need it
 
+    require_regular(path)
     # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
     with av.open(f"file:{path}", container_options=_OPTIONS, metadata_errors="replace") as container:
         covers = av.stream.Disposition.attached_pic

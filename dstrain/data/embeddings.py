@@ -140,7 +140,7 @@ def _folder(root: Path) -> Stored:
     if not is_embeddings(root):
         raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
                           f".npy files (clip-retrieval's layout), or {BUILTIN}")
-    if (root / PLAN).exists() and not _complete(root / PLAN):         # folders of other tools have no plan
+    if (root / PLAN).is_file() and not _complete(root / PLAN):         # folders of other tools have no plan
         raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
                           "began it once more, and it goes on where it stopped")
     tables = {}

@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -114,14 +115,21 @@ def list_folder(root: Path, suffixes: tuple[str, ...], key: str = "data.path",
     if not root.is_dir():
         fault = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"{key}={root}: {fault}; give a folder of {kind}, or builtin:fashion")
-    try:
+    with listing(root, key):
         by_name = labels_of_names(root, key)
         if by_name is not None:
             return _by_names(root, suffixes, key, kind, by_name)
         return _by_folders(root, suffixes, key, kind)
+
+
+@contextmanager
+def listing(root: str | Path, key: str = "data.path") -> Iterator[None]:
+    """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(f"{key}={root}: {error.filename or 'it'} cannot be listed ({error.strerror}): repair it, or "
-                          "take it away") from None
+        raise ConfigError(f"{key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
+                          "repair it, or take it away") from None
 
 
 def _by_folders(root: Path, suffixes: tuple[str, ...], key: str,
@@ -175,7 +183,8 @@ def class_names(root: Path) -> tuple[str, ...]:
     """The names of a folder's classes, without looking at its files."""
     by_name = labels_of_names(root, "data.path")
     if by_name is None:
-        return class_folders(root)
+        with listing(root):
+            return class_folders(root)
     return _numbered(by_name) if by_name else ()
 
 

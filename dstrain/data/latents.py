@@ -24,11 +24,11 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.shards import Arrays, check, is_cache, mapped, read_index
+from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_index
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
-_MAPPED = 256                 # shards that a process keeps mapped: each map holds a descriptor
+_MAPPED = 4096                # shards that a process keeps mapped: each map holds a descriptor
 _COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
@@ -73,6 +73,7 @@ class Latents(Source):
                      f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))})")
         # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...), in the order of their last use
         self._open: dict[int, Arrays] = {}
+        self._layouts: dict[str, Layout] = {}
 
     def _members(self) -> np.ndarray:
         number = torch.arange(self.encoding["number"])
@@ -123,6 +124,10 @@ class Latents(Source):
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
         return self.take(index, mirrored), []
 
+    def describe(self) -> str:
+        bad = len(self.index["bad_files"])
+        return super().describe() + (f"; {bad:,} unreadable files were replaced when they were encoded" if bad else "")
+
     def class_counts(self) -> np.ndarray | None:
         shards = range(len(self.index["shards"]))
         if not self.classes or len(shards) > _COUNTED:
@@ -141,7 +146,7 @@ class Latents(Source):
 
     def _mapped(self, number: int) -> Arrays:
         path = self.path / self.index["shards"][number]["name"]
-        arrays = mapped(path)
+        arrays = mapped(path, self._layouts)
         rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
         codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
         shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}

@@ -6,22 +6,21 @@ orientation is ignored, as in ADM. Unlike in ADM, transparency is laid on white 
 shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at 255).
 """
 
-import errno
 import math
-import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")     # compared in lower case
@@ -30,31 +29,15 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP")                  # by content; Pillow's
 # megapixels at which Pillow refuses by itself.
 PIXEL_CAP = 1 << 27
 
-_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE}
-
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
     """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
 
     draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster, other pixels).
-    Raises whatever Pillow raises on a broken file, OSError on storage that fails three times, ConfigError for a header
-    with more pixels than PIXEL_CAP, before anything is decoded.
+    Raises whatever Pillow raises on a broken file, OSError on storage that fails again and again, ConfigError for what
+    is no file, and for a header with more pixels than PIXEL_CAP, before anything is decoded.
     """
     return with_retries(lambda: decode(path, image_size, channels, draft))
-
-
-def with_retries(read: Callable[[], Any]) -> Any:
-    """What `read` returns; it is tried three times where the storage fails.
-
-    A failure of the storage must not count as a bad file: its substitute would make this run differ from the next.
-    """
-    for attempt in range(3):
-        try:
-            return read()
-        except OSError as error:
-            if error.errno not in _TRANSIENT or attempt == 2:
-                raise
-            time.sleep(0.2 * 5 ** attempt)
 
 
 def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
@@ -68,7 +51,9 @@ def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draf
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """A Pillow image whose header was read. ConfigError: it has more pixels than PIXEL_CAP."""
+    """A Pillow image whose header was read. ConfigError: it is no file, or has more pixels than PIXEL_CAP."""
+    if isinstance(file, (str, Path)):
+        require_regular(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
         with Image.open(file, formats=formats) as image:

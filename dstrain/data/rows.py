@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain.data.source import BadSample
+from dstrain.data.storage import require_regular
 from dstrain.recipe import ConfigError
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_encodings": "text_encodings",
@@ -110,6 +111,7 @@ class Table:
 def mapped(root: Path, name: str) -> np.ndarray:
     """A .npy file, mapped into memory. ConfigError names the file, or the limit of open files where that is reached."""
     try:
+        require_regular(root / name)
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
@@ -139,6 +141,7 @@ class Captions:
         lengths = []
         for name in names:
             try:
+                require_regular(root / name)
                 schema = parquet.ParquetFile(root / name)
             except (OSError, ValueError) as error:               # pyarrow's own errors are ValueErrors
                 raise ConfigError(f"data.path: {name} is no readable parquet file ({error})") from None
@@ -155,6 +158,8 @@ class Captions:
     def exist(root: Path, names: list[str]) -> bool:
         """Whether all files have a column of captions; True for unreadable files, which the constructor refuses."""
         try:
+            for name in names:
+                require_regular(root / name)
             return all(set(_COLUMNS) & set(_parquet().read_schema(root / name).names) for name in names)
         except (OSError, ValueError):
             return True

@@ -27,6 +27,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +37,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from dstrain.disk import sealed
-from dstrain.recipe import ConfigError
+from dstrain.data.storage import with_retries
+from dstrain.recipe import ConfigError, NotRead
 
 INDEX, ENCODING = "index.json", "encoding.json"
 FORMAT = 1
@@ -90,6 +92,8 @@ def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
 def encoding_of(path: Path) -> str | None:
     """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
     try:
+        if not path.is_file():
+            return None
         with open(path, "rb") as file:
             return json.loads(_header(file)["__metadata__"]["shard"])["encoding"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -101,20 +105,39 @@ def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return {"name": path.name, "size": path.stat().st_size, **{key: facts[key] for key in ("hash", "sums", "bad")}}
 
 
-def mapped(path: Path) -> Arrays:
-    """The arrays of a shard, mapped into memory and read-only. ConfigError names a file that is no shard."""
-    try:
+Layout = tuple[int, dict[str, tuple[slice, type, list[int]]]]      # where arrays begin; of each: bytes, dtype, shape
+
+
+def mapped(path: Path, layouts: dict[str, Layout]) -> Arrays:
+    """The arrays of a shard, mapped into memory and read-only. `layouts` keeps the headers that were read, by name.
+
+    ConfigError names a file that is no shard. NotRead: the storage fails.
+    """
+    def content() -> np.ndarray:
         with open(path, "rb") as file:
-            header = _header(file)
-            # A plain array, since indexing a memmap runs Python code for each row.
-            content = np.memmap(path, np.uint8, "r", offset=file.tell()).view(np.ndarray)
-        header.pop("__metadata__", None)
-        return {name: content[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-                for name, entry in header.items()}
+            if path.name not in layouts:
+                layouts[path.name] = _layout(file)
+            # Not np.memmap, whose indexing runs Python code for each row.
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    try:
+        whole = with_retries(content)
+        begin, entries = layouts[path.name]
+        return {name: whole[begin + place.start:begin + place.stop].view(dtype).reshape(shape)
+                for name, (place, dtype, shape) in entries.items()}
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
+    except OSError as error:
+        raise NotRead(f"{path} cannot be read ({error}): mend the storage, then give the same command again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path} is no shard, or its header is damaged") from None
+
+
+def _layout(file: BinaryIO) -> Layout:
+    header = _header(file)
+    header.pop("__metadata__", None)
+    return file.tell(), {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
+                         for name, entry in header.items()}
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:
@@ -181,6 +204,8 @@ def is_cache(folder: Path) -> bool:
     """Whether launch/encode.py wrote into a folder: by how its files begin, since other tools use these names, too."""
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
+            if not (folder / name).is_file():                # a FIFO would wait for ever
+                continue
             with open(folder / name, "rb") as file:
                 if re.match(begins, file.read(128)):
                     return True

@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dstrain.recipe import ConfigError
+from dstrain.data.storage import storage_fails
+from dstrain.recipe import ConfigError, NotRead
 
 Item = dict[str, Tensor | int]
 Bad = list[tuple[str, str]]                # (name, reason) of samples that cannot be read
@@ -29,15 +30,20 @@ class BadSample(Exception):
         super().__init__(path, reason)
         self.path, self.reason = path, reason
 
+
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
     """Turns whatever error is raised inside into BadSample, where `path` becomes `name`.
 
-    A hostile file may raise anything. The caller of the source bounds how many may.
+    A hostile file may raise anything. The caller of the source bounds how many may. NotRead: not the file has failed,
+    but the storage or the machine.
     """
     try:
         yield
     except Exception as error:
+        if storage_fails(error, path):
+            raise NotRead(f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "
+                          "mend the storage or free memory, then give the same command again") from None
         reason = " ".join(str(error).replace(str(path), name).split())[:300]
         raise BadSample(name, f"{type(error).__name__}: {reason}") from error
 
@@ -63,7 +69,7 @@ class Source(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Item:
-        """One sample. BadSample: it cannot be read."""
+        """One sample. BadSample: it cannot be read. NotRead: the storage fails."""
 
     @abstractmethod
     def name(self, index: int) -> str:

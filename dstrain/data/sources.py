@@ -7,7 +7,7 @@ from pathlib import Path
 from dstrain.data.bad_files import listed
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.folder import class_folders
+from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.moving import MOVING, MovingFashion
@@ -89,8 +89,10 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
 def _holds_videos(path: str) -> bool:
     """Whether a folder, or its first class, has videos in it and no images."""
     root, has_videos = Path(path), False
-    for name in ("", *class_folders(root)[:1]) if root.is_dir() else ():
-        with os.scandir(root / name) as entries:
+    with listing(root):
+        classes = class_folders(root)[:1]
+    for name in ("", *classes) if root.is_dir() else ():
+        with listing(root), os.scandir(root / name) as entries:
             for entry in entries:
                 suffix = os.path.splitext(entry.name)[1].lower()
                 if suffix in SUFFIXES:

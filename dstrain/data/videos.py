@@ -25,6 +25,7 @@ from dstrain.data.folder import Folder, Names, few, list_folder, summary_of_size
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
+from dstrain.data.storage import read_text, with_retries
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -106,7 +107,7 @@ class Videos(Folder):
 
     def _caption(self, index: int, name: str) -> str | None:
         if self.captions_beside:
-            caption = (self.path / name).with_suffix(".txt").read_text(encoding="utf-8").strip()
+            caption = with_retries(lambda: read_text((self.path / name).with_suffix(".txt")))
             if not caption:
                 raise ConfigError("its caption is empty")
             return caption
@@ -229,6 +230,8 @@ def _have_texts_beside(root: Path, names: list[str]) -> bool:
 def read_captions(file: Path) -> dict[str, str]:
     """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ConfigError names the line that is wrong."""
     where = f"data.captions={file}"
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{where} is no file: name one with a line for each clip")
     try:
         with open(file, encoding="utf-8-sig", newline="") as lines:
             rows = list(_rows(lines, file.suffix.lower()))

@@ -32,6 +32,20 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def publish(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
+    """Renames a folder that is filled, when everything in it is on the disk; an empty `folder` gives way."""
+    for place, _, names in os.walk(temporary):
+        for name in names:
+            descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(place)
+    os.rename(temporary, folder)
+    sync_folder(Path(folder).absolute().parent)
+
+
 def sync_folder(path: str | os.PathLike) -> None:
     """Forces a folder's entries to the disk: without it a rename may be lost with the power.
 

@@ -1,14 +1,14 @@
 """What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
 from dstrain.recipe.changes import differences, refusals, refused
-from dstrain.recipe.errors import ConfigError, NotSaved, reworded, write_errors
+from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, reworded, write_errors
 from dstrain.recipe.files import check, dump, load
 from dstrain.recipe.problems import divisors, nearby, problems_of, suggestion
 from dstrain.recipe.run import Codes, Data, Ema, Faults, Optimizer, Run, Samples, Save, Track
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Section, filled_in, fixed
 
 __all__ = [
-    "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "Faults", "NotSaved", "Optimizer", "Run", "Samples",
-    "Save", "Section", "Track", "check", "differences", "divisors", "dump", "filled_in", "fixed", "load", "nearby",
-    "problems_of", "refusals", "refused", "reworded", "suggestion", "write_errors",
+    "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "Faults", "NotRead", "NotSaved", "Optimizer", "Run",
+    "Samples", "Save", "Section", "Track", "check", "differences", "divisors", "dump", "filled_in", "fixed", "load",
+    "nearby", "problems_of", "refusals", "refused", "reworded", "suggestion", "write_errors",
 ]

@@ -19,6 +19,10 @@ class NotSaved(OSError):
     """The run ends because its checkpoints cannot be written."""
 
 
+class NotRead(OSError):
+    """The command ends because the storage under its data fails, so that none of the files is at fault."""
+
+
 @contextmanager
 def reworded(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Rewords a ConfigError raised inside: `prefix` before each line, and a command's options in the place of keys."""

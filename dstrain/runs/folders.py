@@ -119,9 +119,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         by_umask(temporary)
-        if out.is_dir():
-            out.rmdir()
-        os.rename(temporary, out)
+        atomic.publish(temporary, out)
     except (OSError, SafetensorError) as error:                          # a full disk raises either
         raise ConfigError(f"--out {out} cannot be written ({getattr(error, 'strerror', None) or error}): name a folder "
                           "that can be written and has room") from None

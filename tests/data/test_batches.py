@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from dstrain import rng
+from dstrain.data import bad_files
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.batches import Batches, held_out, placed
 from dstrain.data.images import open_images
 from dstrain.data.order import Order
+from dstrain.recipe import ConfigError, NotRead
 from tests.support.pictures import BROKEN, break_file, folder
 from tests.support.sources import Numbers, global_batches, same
 
@@ -175,6 +177,24 @@ def test_too_many_bad_files_end_the_run(tmp_path, num_workers):
                 list(batches.at(step))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind, error", [("bad", ConfigError), ("failing", NotRead)])
+def test_what_cannot_be_read_is_known_a_step_before(tmp_path, num_workers, kind, error):
+    """Oracle: the formula of the order: all batches before the step that meets the sample are handed out, each as
+    without the fault; `problem` is set when the last one before it is, and only then.
+    """
+    number = int(Order(60, 7).index_at(torch.tensor([40]))[0])         # at step 3, of rank 1
+    options = dict(global_batch=12, micro_batch=3, rank=1, world=2, seed=7)
+    with Batches(Numbers(60, **{kind: (number,)}), folder=tmp_path, num_workers=num_workers, max_bad_fraction=0.0,
+                 **options) as batches:
+        clean = Batches(Numbers(60), **options)
+        for step in range(3):
+            assert same(list(batches.at(step)), list(clean.at(step)))
+            assert (batches.problem is not None) == (step == 2)
+        with pytest.raises(error, match=f"number {number}"):
+            list(batches.at(3))
+
+
 def test_the_limit_counts_all_ranks_together(tmp_path):
     """Oracle: 3 + 3 different bad files of two ranks exceed a limit of 5, none by itself; also
     after a resume.
@@ -187,6 +207,21 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
     assert len((tmp_path / "bad_files.txt").read_text().splitlines()) == 6
     with pytest.raises(ValueError, match="7 of 100"):
         BadFiles(tmp_path, 100, 0.05).add([("c\n\td", "z\nz")])
+    with open(tmp_path / "bad_files.txt", "a") as file:
+        file.write("half a li")                                        # another rank writes at this moment
+    with pytest.raises(ValueError, match="8 of 100"):
+        two.add([("e", "x")])
+
+
+def test_a_long_list_is_read_once(tmp_path, monkeypatch):
+    """Oracle: the bytes that are read, which are counted: each of the list's once, whatever is added."""
+    (tmp_path / "bad_files.txt").write_text("".join(f"{i:06d}.png\tx\n" for i in range(20_000)))
+    files, count = BadFiles(tmp_path, 10 ** 6, 0.5), []
+    split = bad_files._names
+    monkeypatch.setattr(bad_files, "_names", lambda lines: count.append(len(lines)) or split(lines))
+    for number in range(50):
+        files.add([(f"new {number}", "y")])
+    assert len(files.names) == 20_050 and sum(count) < 20_000 * 13 + 50 * 20
 
 
 def test_texts_stay_on_the_host():

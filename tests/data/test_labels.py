@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,13 @@ def test_links_and_unreadable_folders(tmp_path):
                      "c1/c0/loop.png"]
     with pytest.raises(ConfigError, match="data.path=.*does not exist"):
         open_images(root / "loop", 16)
+    data, (soft, hard) = Data(path=str(root), image_size=16), resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))            # root may list everything, but not so
+    try:
+        for section in (data, data.model_copy(update={"held_out_path": str(root)})):
+            with pytest.raises(ConfigError, match=f"data.path={root}: {root} cannot be listed .Too many open files"):
+                open_sources(section)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,7 @@
 """The folder of a run: what may go on in it, what is refused, and that nothing is lost."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -273,3 +274,48 @@ def test_only_an_empty_folder_is_let_go(tmp_path):
         (tmp_path / "run" / "run.yaml").touch()
         folders.let_go(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What is forced to the disk and renamed, in order: ("sync", inode), ("rename", name)."""
+    seen, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (seen.append(("sync", os.fstat(number).st_ino)), fsync(number)))
+    for name in ("replace", "rename"):
+        move = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda old, new, move=move: (move(old, new),
+                                                                  seen.append(("rename", Path(new).name))))
+    return seen
+
+
+def test_state_reaches_the_disk(tmp_path, events):
+    """Oracle: POSIX: a file survives a power loss when it is synced, then renamed, and then its folder is synced; so
+    are run.yaml, data.txt, ds_config.json and saved written, when they are new and when they are replaced.
+    """
+    for _ in range(2):
+        events.clear()
+        prepare(run(tmp_path / "a"))
+        folders.note_saved(tmp_path / "a", 3)
+        names = [name for kind, name in events if kind == "rename"]
+        assert names == ["run.yaml", "data.txt", "ds_config.json", "saved"]
+        expected = [[("sync", (tmp_path / "a" / name).stat().st_ino), ("rename", name),
+                     ("sync", (tmp_path / "a").stat().st_ino)] for name in names]
+        assert events == sum(expected, [])
+        assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(names)
+
+
+def test_a_new_folder_reaches_the_disk(tmp_path, events):
+    """Oracle: as above: all files and folders in it before the rename, the folder that holds it afterwards; an empty
+    folder of that name gives way, an error leaves nothing.
+    """
+    (tmp_path / "out").mkdir()
+    with folders.new_folder(tmp_path / "out") as folder:
+        (folder / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (folder / name).write_text(name)
+    inodes = {path.stat().st_ino for path in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
+    assert events[-2:] == [("rename", "out"), ("sync", tmp_path.stat().st_ino)] and len(inodes) == 4
+    assert {inode for kind, inode in events[:-2]} == inodes
+    with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "other") as folder:
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -7,15 +7,18 @@ import torch
 
 from dstrain.data.batches import Batches
 from dstrain.data.source import BadSample, Source
+from dstrain.recipe import NotRead
 
 
 class Numbers(Source):
-    """Sample i is an image whose first pixel row encodes i, with label i; those in `bad` cannot be read."""
+    """Sample i is an image whose first pixel row encodes i, with label i; those in `bad` cannot be read, and at those in
+    `failing` the storage fails.
+    """
 
     light = True
 
-    def __init__(self, size: int, bad: tuple[int, ...] = ()) -> None:
-        self.size, self.bad = size, frozenset(bad)
+    def __init__(self, size: int, bad: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
+        self.size, self.bad, self.failing = size, frozenset(bad), frozenset(failing)
 
     def __len__(self) -> int:
         return self.size
@@ -23,6 +26,8 @@ class Numbers(Source):
     def __getitem__(self, index: int) -> dict:
         if index in self.bad:
             raise BadSample(self.name(index), "broken on purpose")
+        if index in self.failing:
+            raise NotRead(f"{self.name(index)} cannot be read (OSError: on purpose)")
         image = torch.zeros(1, 2, 4, dtype=torch.uint8)
         image[0, 0] = torch.tensor([index >> shift & 255 for shift in (0, 8, 16, 24)])
         return {"image": image, "label": index}

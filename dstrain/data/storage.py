@@ -1,0 +1,68 @@
+"""What fails when files are read: a file, or the storage under it, or the machine.
+
+A file that fails is replaced by another sample, and listed. A storage that fails must not do so, since the run would
+learn from other samples than the next one: it is asked again, and then ends the run.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dstrain.recipe import ConfigError
+
+_STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE,
+            errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN,
+            errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+            errno.ENETUNREACH, errno.ESHUTDOWN}
+_TRIES = 4
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+
+
+def with_retries(read: Callable[[], Any]) -> Any:
+    """What `read` returns; it is tried four times, over 6 s, where the storage fails or memory is short."""
+    for attempt in range(_TRIES):
+        try:
+            return read()
+        except (OSError, MemoryError) as error:
+            if not _transient(error) or attempt == _TRIES - 1:
+                raise
+            time.sleep(0.2 * 5 ** attempt)
+
+
+def storage_fails(error: Exception, path: Path) -> bool:
+    """Whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
+    if not _transient(error):
+        return False
+    if isinstance(error, MemoryError) or type(error).__module__ == "builtins":
+        return True
+    try:                                          # FFmpeg reports damaged files as EIO, too
+        with open(path, "rb") as file:
+            while file.read(1 << 24):
+                pass
+    except OSError:
+        return True
+    return False
+
+
+def _transient(error: Exception) -> bool:
+    if isinstance(error, MemoryError):            # FFmpeg's is of a size that the file asks for
+        return type(error).__module__ == "builtins"
+    return isinstance(error, OSError) and error.errno in _STORAGE
+
+
+def require_regular(path: str | os.PathLike) -> None:
+    """ConfigError: it is no file, and opening it may wait for ever. OSError: it is not there."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in _KINDS if test(mode)), "a device")
+        raise ConfigError(f"it is {kind}, and no file")
+
+
+def read_text(path: Path) -> str:
+    """A caption: the text of a file without the white space around it."""
+    require_regular(path)
+    return path.read_text(encoding="utf-8").strip()
