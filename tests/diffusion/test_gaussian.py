@@ -192,6 +192,9 @@ def test_wrong_choices():
     for key in ("prediction", "variance", "loss"):
         with pytest.raises(ValueError, match=f"{key}: 'x' is unknown"):
             chain(**{key: "x"})
+    with pytest.raises(ValueError, match="prediction: eps tells nothing of x_start at the last timestep"):
+        GaussianDiffusion(schedule.betas("jsd", 10))
+    assert GaussianDiffusion(schedule.betas("jsd", 10), prediction="v").num_timesteps == 10
     with pytest.raises(ValueError, match="learn_sigma"):
         chain().training_losses(lambda x, t: x, randn(1), torch.zeros(5, dtype=torch.int64), randn(2))
 
