@@ -169,12 +169,17 @@ def test_fixed_values():
     key = rng.keys(0, 1, torch.arange(2))
     assert key.tolist() == KEYS
     assert rng.keys_of_seeds(torch.arange(2)).tolist() == KEYS_OF_SEEDS
+    assert [rng.keys(seed, 3, torch.arange(1)).item() for seed in range(6)] == KEYS_OF_OTHERS
     torch.testing.assert_close(rng.uniform(key, "timestep"), torch.tensor(UNIFORM), rtol=0, atol=0)
+    assert [rng.uniform(key[:1], name).item() for name in DRAWN] == list(DRAWN.values())
     torch.testing.assert_close(rng.normal(key, "noise", (2,)), torch.tensor(NORMAL), rtol=1e-6, atol=1e-6)
 
 
 KEYS = [8841707400507832957, -4616330145664149646]
 KEYS_OF_SEEDS = [2902805962516761537, 4203286574363722061]
+KEYS_OF_OTHERS = [-2886753501206757670, -6400793611187006664, -6463196824536088664, -2249575271523755086,
+                  7777147340439072764, -9203513702717006441]
+DRAWN = {"noise": 0.31587088108062744, "drop": 0.7294688820838928, "label": 0.9568849205970764}
 UNIFORM = [0.043516457080841064, 0.6614988446235657]
 NORMAL = [[0.8026838302612305, -0.33899253606796265], [-1.9127699136734009, 0.8567013144493103]]
 

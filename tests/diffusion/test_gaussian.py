@@ -199,6 +199,15 @@ def test_wrong_choices():
         chain().training_losses(lambda x, t: x, randn(1), torch.zeros(5, dtype=torch.int64), randn(2))
 
 
+def test_short_chains():
+    """Oracle: by hand: the log variance at t = 0 is that of the posterior at t = 1, in a chain of one step log beta."""
+    b0, b1 = 0.1, 0.3
+    for betas, expected in (([b0], [b0]), ([b0, b1], [b1 * b0 / (1 - (1 - b0) * (1 - b1))] * 2)):
+        tables = GaussianDiffusion(torch.tensor(betas, dtype=torch.float64)).tables
+        found = tables["posterior_log_variance_clipped"].exp()
+        assert found.tolist() == pytest.approx(expected) and tables["posterior_variance"][0] == 0
+
+
 def test_one_step_chain(data):
     """Oracle: everything is finite where the chain has a single timestep."""
     x_start, t, noise = data
