@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, plain_types, subsection
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, plain_types, subsection
 from dstrain.systems.base import SystemConfig
 
 # A changed default would change every recipe that leaves the key out, without a word.
@@ -276,3 +276,23 @@ def test_errors_in_other_words(tmp_path):
             (tmp_path / "none" / "x").write_text("")
     with recipe.reworded(), recipe.write_errors("x", "y"):
         pass
+
+
+class Marked(Own):
+    once: Annotated[int | None, filled_in("give the old one")] = None
+    never: Annotated[int, fixed("begin anew")] = 0
+    free: Annotated[int, MAY_CHANGE] = 0
+    plain: int = 0
+
+
+def test_what_may_change_by_its_mark():
+    """Oracle: by hand: what is filled in may come but not go or change; the remedy of the mark stands in the error."""
+    def keys(old: dict, new: dict) -> list[str]:
+        return [key for key, _, _ in recipe.refused(Run(model=old), Run(model=new), Marked)]
+
+    assert keys({"once": None}, {"once": 1}) == [] and keys({}, {"once": 1}) == [] and keys({}, {"free": 1}) == []
+    assert keys({"once": 1}, {"once": 2}) == keys({"once": 1}, {"once": None}) == ["model.once"]
+    assert keys({"never": None}, {"never": 1}) == ["model.never"] and keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
+    for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1 to keep")):
+        error = recipe.refusals([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)
