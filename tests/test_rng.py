@@ -109,8 +109,8 @@ def test_no_value_is_drawn_twice(draw, seed):
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("seed", [0, 1, 2 ** 40])
 def test_pairs_are_independent(draw, seed):
-    """Oracle: chi-square of pairs in 8 x 8 cells, 63 degrees of freedom; above 128 with probability 2e-6. Pairs lie side
-    by side, two apart, or half a length apart, along each dimension: seeds, steps, positions, names, elements.
+    """Oracle: chi-square of pairs in 8 x 8 cells, 63 degrees of freedom; above 128 with probability 2e-6. Pairs lie
+    side by side, two apart, or half a length apart, along each dimension: seeds, steps, positions, names, elements.
     """
     cells = (cube(draw, seed) * 8).long()
     for dimension, size in enumerate(cells.shape):

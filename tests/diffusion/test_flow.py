@@ -47,8 +47,7 @@ def test_optimal_velocity_has_the_least_loss():
 
 @pytest.mark.parametrize("shape", [(3, 1), (3, 2), (3, 2, 4, 4)])
 def test_every_sample_has_its_own_time(shape):
-    """Oracle: the formulas by hand: (1 - t) x_start + t eps at 1000 t, and the mean square of velocity - (eps - x_start).
-    """
+    """Oracle: the formulas by hand: (1 - t) x_start + t eps at 1000 t; the mean square of velocity - (eps - x_start)."""
     x_start, noise, t = randn(1, shape), randn(2, shape), torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
     met = []
     terms = FlowMatching().training_losses(lambda x, s: met.append((x, s)) or 2 * x, x_start, t, noise)

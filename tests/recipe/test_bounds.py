@@ -292,7 +292,8 @@ def test_what_may_change_by_its_mark():
 
     assert keys({"once": None}, {"once": 1}) == [] and keys({}, {"once": 1}) == [] and keys({}, {"free": 1}) == []
     assert keys({"once": 1}, {"once": 2}) == keys({"once": 1}, {"once": None}) == ["model.once"]
-    assert keys({"never": None}, {"never": 1}) == ["model.never"] and keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
-    for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1 to keep")):
+    assert keys({"never": None}, {"never": 1}) == ["model.never"]
+    assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
+    for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
         error = recipe.refusals([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
         assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)
