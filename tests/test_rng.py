@@ -109,8 +109,8 @@ def test_no_value_is_drawn_twice(draw, seed):
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("seed", [0, 1, 2 ** 40])
 def test_pairs_are_independent(draw, seed):
-    """Oracle: chi-square of pairs in 8 x 8 cells, 63 degrees of freedom; above 128 with probability 2e-6. Pairs lie side
-    by side, two apart, or half a length apart, along each dimension: seeds, steps, positions, names, elements.
+    """Oracle: chi-square of pairs in 8 x 8 cells, 63 degrees of freedom; above 128 with probability 2e-6. Pairs lie
+    side by side, two apart, or half a length apart, along each dimension: seeds, steps, positions, names, elements.
     """
     cells = (cube(draw, seed) * 8).long()
     for dimension, size in enumerate(cells.shape):
@@ -169,18 +169,25 @@ def test_fixed_values():
     key = rng.keys(0, 1, torch.arange(2))
     assert key.tolist() == KEYS
     assert rng.keys_of_seeds(torch.arange(2)).tolist() == KEYS_OF_SEEDS
+    assert [rng.keys(seed, 3, torch.arange(1)).item() for seed in range(6)] == KEYS_OF_OTHERS
     torch.testing.assert_close(rng.uniform(key, "timestep"), torch.tensor(UNIFORM), rtol=0, atol=0)
+    assert [rng.uniform(key[:1], name).item() for name in DRAWN] == list(DRAWN.values())
     torch.testing.assert_close(rng.normal(key, "noise", (2,)), torch.tensor(NORMAL), rtol=1e-6, atol=1e-6)
 
 
 KEYS = [8841707400507832957, -4616330145664149646]
 KEYS_OF_SEEDS = [2902805962516761537, 4203286574363722061]
+KEYS_OF_OTHERS = [-2886753501206757670, -6400793611187006664, -6463196824536088664, -2249575271523755086,
+                  7777147340439072764, -9203513702717006441]
+DRAWN = {"noise": 0.31587088108062744, "drop": 0.7294688820838928, "label": 0.9568849205970764}
 UNIFORM = [0.043516457080841064, 0.6614988446235657]
 NORMAL = [[0.8026838302612305, -0.33899253606796265], [-1.9127699136734009, 0.8567013144493103]]
 
 
 def test_seed_of_dropout():
-    """Oracle: torch's own generator: the same place draws the same mask, every other place another one."""
+    """Oracle: torch's own generator: the same place draws the same mask, every other place another one; two seeds that
+    were written down, since another would break every resumed run.
+    """
     def drawn(*place: int) -> float:
         rng.seed_torch(*place)
         return torch.rand((), dtype=torch.float64).item()
@@ -188,3 +195,6 @@ def test_seed_of_dropout():
     places = [(seed, step, micro) for seed in (0, 1, 2 ** 62) for step in (0, 1, 9) for micro in (0, 1, 7)]
     found = [drawn(*place) for place in places]
     assert found == [drawn(*place) for place in places] and len(set(found)) == len(places)
+    for place, seed in (((0, 1, 2), 12710902581723598493), ((5, 0, 0), 10538720666668445182)):
+        rng.seed_torch(*place)
+        assert torch.initial_seed() == seed

@@ -45,6 +45,21 @@ def test_optimal_velocity_has_the_least_loss():
     assert float((more - least).mean()) == pytest.approx(0.01, rel=0.2)
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2), (3, 2, 4, 4)])
+def test_every_sample_has_its_own_time(shape):
+    """Oracle: the formulas by hand: (1 - t) x_start + t eps at 1000 t; the mean square of velocity - (eps - x_start)."""
+    x_start, noise, t = randn(1, shape), randn(2, shape), torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
+    met = []
+    terms = FlowMatching().training_losses(lambda x, s: met.append((x, s)) or 2 * x, x_start, t, noise)
+    (x_t, scaled), = met
+    assert scaled.tolist() == [0.0, 250.0, 1000.0] and x_t.shape == shape
+    for i, (a, b) in enumerate(((1.0, 0.0), (0.75, 0.25), (0.0, 1.0))):
+        torch.testing.assert_close(x_t[i], a * x_start[i] + b * noise[i])
+        expected = (2 * x_t[i] - noise[i] + x_start[i]).square().mean()
+        torch.testing.assert_close(terms["loss"][i], expected)
+        torch.testing.assert_close(terms["mse"][i], expected)
+
+
 def test_times():
     """Oracle: the median and a quantile of a logit-normal, the shift's formula, uniform times as they came."""
     uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2 ** -24])

@@ -192,8 +192,20 @@ def test_wrong_choices():
     for key in ("prediction", "variance", "loss"):
         with pytest.raises(ValueError, match=f"{key}: 'x' is unknown"):
             chain(**{key: "x"})
+    with pytest.raises(ValueError, match="prediction: eps tells nothing of x_start at the last timestep"):
+        GaussianDiffusion(schedule.betas("jsd", 10))
+    assert GaussianDiffusion(schedule.betas("jsd", 10), prediction="v").num_timesteps == 10
     with pytest.raises(ValueError, match="learn_sigma"):
         chain().training_losses(lambda x, t: x, randn(1), torch.zeros(5, dtype=torch.int64), randn(2))
+
+
+def test_short_chains():
+    """Oracle: by hand: the log variance at t = 0 is that of the posterior at t = 1, in a chain of one step log beta."""
+    b0, b1 = 0.1, 0.3
+    for betas, expected in (([b0], [b0]), ([b0, b1], [b1 * b0 / (1 - (1 - b0) * (1 - b1))] * 2)):
+        tables = GaussianDiffusion(torch.tensor(betas, dtype=torch.float64)).tables
+        found = tables["posterior_log_variance_clipped"].exp()
+        assert found.tolist() == pytest.approx(expected) and tables["posterior_variance"][0] == 0
 
 
 def test_one_step_chain(data):

@@ -54,7 +54,8 @@ def test_cosine():
 
 
 def test_cosine_is_the_papers():
-    """Oracle: Equation 17 of Nichol & Dhariwal 2021 by the math library: 1 - f(t) / f(t - 1), t = 1 ... T, at most 0.999.
+    """Oracle: Equation 17 of Nichol & Dhariwal 2021 by the math library: 1 - f(t) / f(t - 1) for t = 1 ... T, at most
+    0.999.
     """
     for steps in (10, 1000):
         f = lambda t: math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2

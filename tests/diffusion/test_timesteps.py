@@ -91,8 +91,8 @@ def test_uniform_until_every_history_is_full():
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_probabilities(readable, monkeypatch):
-    """Oracle: the formula by hand: sqrt of the mean square, normalized, a share mixed with 1 / T; the same for losses of
-    any size, and uniform where all are 0.
+    """Oracle: the formula by hand: sqrt of the mean square, normalized, a share mixed with 1 / T; the same for losses
+    of any size, and uniform where all are 0.
     """
     monkeypatch.setattr(timesteps, "_on_host", lambda values: readable)
     for scale in (1.0, 1e-6, 1e6):
@@ -110,8 +110,8 @@ def test_probabilities(readable, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 40])
 def test_timesteps_without_mass_are_never_drawn(count):
-    """Oracle: the inverse of the distribution at a number where several timesteps end: the next that has mass; by a plain
-    search and by the table of large draws.
+    """Oracle: the inverse of the distribution at a number where several timesteps end: the next that has mass; by a
+    plain search and by the table of large draws.
     """
     sampler = LossSecondMomentSampler(4, 1, uniform_prob=0.0)
     sampler.observe(torch.arange(4), torch.tensor([1.0, 0.0, 0.0, 1.0]))

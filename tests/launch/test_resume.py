@@ -76,7 +76,8 @@ def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):
 def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     """Oracle: one process: 2 ranks, other orders and other numbers draw the same picture for the same seed."""
     def pictures(out: Path, *words: str, num: int) -> dict[str, bytes]:
-        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words, num=num))
+        finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words,
+                       num=num))
         return {path.name: path.read_bytes() for path in out.glob("0*.png")}
 
     one = pictures(tmp_path / "one", "--num-samples", "6", "--labels", "3", num=1)

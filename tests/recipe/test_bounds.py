@@ -2,13 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, plain_types, subsection
+from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, plain_types, subsection
+from dstrain.systems.base import SystemConfig
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -205,3 +207,93 @@ def test_what_every_section_has_in_common():
             Own(**values)
     with pytest.raises(ValidationError, match="frozen"):
         Own().title = "b"
+
+
+class Even(SystemConfig):
+    width: int = 2
+    """Even."""
+    name: Literal["a", "b"] = "a"
+    """One of two."""
+    inner: Own = Own()
+    """A section of its own."""
+
+    @model_validator(mode="after")
+    def _even(self) -> "Even":
+        if self.width % 2:
+            raise ValueError("width: odd")
+        return self
+
+
+@pytest.mark.parametrize("model, message", [
+    ({"width": 3}, "model: width: odd"),
+    ({"width": "x"}, "model.width=x: it should be a valid integer, unable to parse string as an integer"),
+    ({"weight": 1}, "model.weight: there is no such key (did you mean model.width?)"),
+    ({"q" * 30: 1}, f"model.{'q' * 30}: there is no such key; known here: model.width, model.name, model.inner"),
+    ({"inner": {"q" * 30: 1}}, f"model.inner.{'q' * 30}: there is no such key; known here: model.inner.wide, "
+     "model.inner.title"),
+    ({"inner": 3}, "model.inner=3 is a value where a section is expected; set single entries, for example "
+     "model.inner.wide=..."), ({"name": "c"}, "model.name=c: it should be 'a' or 'b'"),
+    ({"name": True}, "model.name is true, which has no meaning here: give a number or a name"),
+])
+def test_what_is_wrong_in_a_model(model, message):
+    """Oracle: by hand: one line with the dotted key, the value, and what may stand there."""
+    with pytest.raises(ConfigError) as caught:
+        recipe.check(Run(model=model), Even)
+    assert caught.value.problems == [message]
+
+
+def test_a_model_that_is_right():
+    """Oracle: the section with every default written out; the rest of the run as it was."""
+    run = Run(model={"width": 4}, steps=7)
+    checked = recipe.check(run, Even)
+    assert checked.model == {"width": 4, "name": "a", "inner": {"wide": 1.0, "title": "a"}}
+    assert checked.model_copy(update={"model": {}}) == run.model_copy(update={"model": {}})
+
+
+@pytest.mark.parametrize("words, message", [
+    ("optimizer=3", "optimizer=3 is a value where a section is expected; set single entries, for example "
+     "optimizer.name=... [command line]"), ("model=3", "model=3 is a value where a section is expected [command line]"),
+    ("name=a b", "name=a b: letters, digits and . _ - only, since a folder is named by it [command line]"),
+    ("data.codes={kind: latents, shape: [1], flips: 1, scaling_factor: 1}", "data.codes.first_stage is needed and not "
+     "given [command line]"), ("saev=1", "saev: there is no such key (did you mean save?) [command line]"),
+    ("report=1", "report: there is no such key (did you mean every.report?) [command line]"),
+    ("epochs=1", "epochs: there is no such key (did you mean steps?) [command line]"),
+])
+def test_what_is_wrong_in_a_recipe(words, message):
+    """Oracle: by hand."""
+    with pytest.raises(ConfigError) as caught:
+        recipe.load(None, [words])
+    assert caught.value.problems == [message]
+
+
+def test_errors_in_other_words(tmp_path):
+    """Oracle: by hand: lines with prefix and options instead of keys, none twice; an OSError with path and remedy."""
+    with pytest.raises(ConfigError) as caught, recipe.reworded("RUN: ", {"batch.micro": "--batch"}):
+        raise ConfigError("batch.micro=3", "b", "batch.micro=3")
+    assert caught.value.problems == ["RUN: --batch=3", "RUN: b"] and str(caught.value) == "RUN: --batch=3\nRUN: b"
+    with pytest.raises(ConfigError, match=r"^x cannot be written \(No such file or directory\): mend it$"):
+        with recipe.write_errors("x", "mend it"):
+            (tmp_path / "none" / "x").write_text("")
+    with recipe.reworded(), recipe.write_errors("x", "y"):
+        pass
+
+
+class Marked(Own):
+    once: Annotated[int | None, filled_in("give the old one")] = None
+    never: Annotated[int, fixed("begin anew")] = 0
+    free: Annotated[int, MAY_CHANGE] = 0
+    plain: int = 0
+
+
+def test_what_may_change_by_its_mark():
+    """Oracle: by hand: what is filled in may come but not go or change; the remedy of the mark stands in the error."""
+    def keys(old: dict, new: dict) -> list[str]:
+        return [key for key, _, _ in recipe.refused(Run(model=old), Run(model=new), Marked)]
+
+    assert keys({"once": None}, {"once": 1}) == [] and keys({}, {"once": 1}) == [] and keys({}, {"free": 1}) == []
+    assert keys({"once": 1}, {"once": 2}) == keys({"once": 1}, {"once": None}) == ["model.once"]
+    assert keys({"never": None}, {"never": 1}) == ["model.never"]
+    assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
+    for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
+        error = recipe.refusals([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)

@@ -115,12 +115,17 @@ def test_values_that_yaml_libraries_misread(text, key, expected):
     assert value == expected and type(value) is type(expected)
 
 
-def test_init_from_has_a_synonym():
-    """Oracle: the same run under both spellings."""
+def test_init_from_has_a_synonym(tmp_path):
+    """Oracle: the same run under both spellings; either on the command line wins over either in the recipe."""
     assert recipe.load(None, ["model.init_from=/a"]) == recipe.load(None, ["init_from=/a"])
     assert recipe.load(None, ["model.init_from=/a"]).model == {}
     with pytest.raises(ConfigError, match="differ"):
         recipe.load(None, ["model.init_from=/a", "init_from=/b"])
+    for overrides in (["init_from=/b"], ["model.init_from=/b"]):
+        for text in ("init_from: /a\n", "model: {init_from: /a}\n"):
+            path = tmp_path / "r.yaml"
+            path.write_text(text)
+            assert str(recipe.load(path, overrides).init_from) == "/b" and recipe.load(path, overrides).model == {}
 
 
 def test_an_override_wins_over_the_recipe(tmp_path):

@@ -212,8 +212,8 @@ SINGLE_VECTORS = ("positions", "places", "null")
 
 
 def test_decay(system):
-    """Oracle: each weight by the kind of the module that owns it: matrices, filters and tables of classes, tokens, words
-    and codes decay; biases, gains of norms, places, and bare vectors of a module do not.
+    """Oracle: each weight by the kind of the module that owns it: matrices, filters and tables of classes, tokens,
+    words and codes decay; biases, gains of norms, places, and bare vectors of a module do not.
     """
     for network in system.networks().values():
         owners, decays = dict(network.named_modules()), set()

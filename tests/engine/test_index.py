@@ -1,0 +1,134 @@
+"""Where the elements of a checkpoint's tensors lie: bytes, headers and names, without reading a value."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from dstrain.engine import streams
+from dstrain.engine.fragment_files import Fragment, Index, damaged, shard_name
+from dstrain.engine.fragments import Shards, write_shard
+from dstrain.engine.streams import Entry, Span, Stored, read_header, render_header, split
+from dstrain.recipe import ConfigError
+
+
+def piece(start: int, end: int, name: str = "w", kind: str = "master") -> tuple:
+    return kind, Fragment(name, (3, 4), start, end - start), torch.arange(12.0)[start:end]
+
+
+def data_of(path: Path) -> tuple[int, dict]:
+    """Where the data of a safetensors file begin, and its header, by the format's description."""
+    raw = path.read_bytes()
+    length, = struct.unpack("<Q", raw[:8])
+    return 8 + length, json.loads(raw[8:8 + length])
+
+
+def test_bytes_of_a_run(tmp_path):
+    """Oracle: by hand: of fragments that overlap the earliest and longest is taken, each element once, as bytes behind
+    the header; the file holds the fragments in the order of writing, under names that count them.
+    """
+    path = tmp_path / shard_name("net", 0, 1)
+    write_shard(path, [piece(4, 8), piece(0, 5), piece(0, 3), piece(5, 5), piece(8, 12), piece(0, 12, "b")])
+    begin, header = data_of(path)
+    assert [key for key in header if key != "__metadata__"] == ["master/w", "master/w#1", "master/w#2", "master/w#3",
+                                                                "master/b"]
+    index = Index(tmp_path, "net", [path.name])
+    span = lambda at, count: Span(path, begin + 4 * at, 4 * count)
+    assert index.spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]       # 0..5 of the second, 5..8, 8..12
+    assert index.spans("master", "w", 1, 4) == [span(5, 3)] and index.spans("master", "w", 5, 8) == [span(1, 3)]
+    assert index.spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
+    assert index.spans("master", "w", 7, 7) == [] and index.spans("master", "b", 0, 1) == [span(16, 1)]
+    assert index.spans("master", "w", 12) == [] and index.shape("w") == (3, 4)
+    for start, end in ((-1, 3), (4, 3), (0, 13)):
+        with pytest.raises(ConfigError, match=rf"net: elements {start} .. {end} of w are outside of shape \(3, 4\)"):
+            index.spans("master", "w", start, end)
+
+
+def test_gaps(tmp_path):
+    """Oracle: by hand: the first run of elements that lies in no shard, up to the next fragment or to the end."""
+    path = tmp_path / shard_name("net", 0, 1)
+    write_shard(path, [piece(2, 4), piece(6, 8)])
+    index = Index(tmp_path, "net", [path.name])
+    for start, end, gap in ((0, 4, "0 .. 2"), (2, 8, "4 .. 6"), (2, 5, "4 .. 5"), (6, 12, "8 .. 12"), (3, 7, "4 .. 6")):
+        with pytest.raises(ConfigError, match=rf"net: elements {gap} of master/w \(3, 4\) are in no shard of"):
+            index.spans("master", "w", start, end)
+    assert len(index.spans("master", "w", 2, 4)) == 1
+
+
+def test_kinds_and_names(tmp_path):
+    """Oracle: what was written, in that order; the averages' decays as numbers."""
+    path = tmp_path / shard_name("net", 0, 1)
+    write_shard(path, [piece(0, 12, name, kind) for kind in ("master", "ema.0.9999", "ema.0.5") for name in ("b", "a")],
+                {"step": "3"})
+    index = Index(tmp_path, "net", [path.name])
+    assert index.kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.decays() == [0.9999, 0.5]
+    assert index.names("ema.0.5") == ["b", "a"] and index.names("ema.0.7") == [] and index.metadata == {"step": "3"}
+    with pytest.raises(ConfigError, match="net: the checkpoint .* holds no tensor named c$"):
+        index.shape("c")
+    assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(damaged(Path("a/b"), "torn"))
+
+
+@pytest.mark.parametrize("ranks, message", [
+    ([], "no file net-.-of-..safetensors in"), ([(0, 2)], r"lacks net-00001-of-00002.safetensors \(1 of 2 shards\)"),
+    ([(1, 2)], r"lacks net-00000-of-00002.safetensors"), ([(0, 1), (2, 1)], r"lacks  \(2 of 1 shards\)"),
+    ([(0, 2), (0, 1)], r"several world sizes: \[1, 2\]"),
+    ([(7, 8)], r"lacks net-00000-of-00008.safetensors, .*net-00004-of-00008.safetensors \(1 of 8 shards\)"),
+])
+def test_sets_of_shards(tmp_path, ranks, message):
+    """Oracle: by hand: a shard of every rank of one world, no more; at most five that are missing are named."""
+    for rank, world in ranks:
+        write_shard(tmp_path / shard_name("net", rank, world), [piece(0, 12)])
+    with pytest.raises(ConfigError, match=message):
+        Shards(tmp_path, "net")
+
+
+def test_fragments_lie_within_their_tensor():
+    """Oracle: the contract: 0 <= start <= start + numel <= the tensor's size."""
+    for start, numel in ((0, 12), (0, 0), (12, 0), (11, 1)):
+        assert Fragment("w", (3, 4), start, numel).numel == numel
+    for start, numel in ((-1, 2), (0, 13), (12, 1), (3, -1)):
+        with pytest.raises(ConfigError, match=f"w: elements {start} .. {start + numel} are"):
+            Fragment("w", (3, 4), start, numel)
+
+
+def test_headers(tmp_path, monkeypatch):
+    """Oracle: the format of safetensors by hand: a length of 8 bytes, JSON padded to 8, offsets in a row."""
+    path, kinds = tmp_path / "a.safetensors", [("a", "F32", (2, 3)), ("b", "BF16", (5,)), ("c", "I64", ())]
+    header = render_header(path, kinds, {"x": "y"})
+    assert len(header) % 8 == 0
+    path.write_bytes(header + bytes(24 + 10 + 8))
+    begin, entries = data_of(path)
+    assert begin == len(header) and [entries[name]["data_offsets"] for name in "abc"] == [[0, 24], [24, 34], [34, 42]]
+    tensors, metadata = read_header(path)
+    assert metadata == {"x": "y"} and tensors == {
+        "a": Stored("F32", (2, 3), (Span(path, begin, 24),)), "b": Stored("BF16", (5,), (Span(path, begin + 24, 10),)),
+        "c": Stored("I64", (), (Span(path, begin + 34, 8),))}
+    for old, new in ((b"[2,3]", b"[2,4]"), (b"[24,34]", b"[24,33]"), (b"[24,34]", b"[24,35]")):
+        path.write_bytes(header.replace(old, new))
+        with pytest.raises(ConfigError, match="no readable safetensors file .offsets that do not fit a shape"):
+            read_header(path)
+    length = len(header) - 8
+    for limit, fits in ((length, True), (length - 1, False)):
+        monkeypatch.setattr(streams, "_MAX_HEADER", limit)
+        path.write_bytes(header)
+        if fits:
+            assert read_header(path)[0] == tensors
+            assert render_header(path, kinds, {"x": "y"}) == header
+            continue
+        with pytest.raises(ConfigError, match=f"a header of {length} bytes"):
+            read_header(path)
+        with pytest.raises(ConfigError, match=f"a header of {length} bytes, readers take {limit}: one file"):
+            render_header(path, kinds, {"x": "y"})
+
+
+@pytest.mark.parametrize("sizes, room, files", [
+    ([2, 2, 2], 16, [2, 1]), ([2, 2, 2], 15, [1, 1, 1]), ([9, 1, 1], 8, [1, 2]), ([1, 9, 1], 8, [1, 1, 1]),
+    ([1, 1], 8, [2]), ([3], 1, [1]), ([], 8, [0]), ([1, 1, 2, 1], 16, [3, 1]),
+])
+def test_files_of_a_size(sizes, room, files):
+    """Oracle: by hand: float32 tensors of so many elements, in order, in files of at most `room` bytes."""
+    entries = [Entry(str(number), Stored("F32", (size,), ()), "F32") for number, size in enumerate(sizes)]
+    dealt = split(entries, room)
+    assert [len(part) for part in dealt] == files and [entry for part in dealt for entry in part] == entries
