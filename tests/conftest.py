@@ -26,10 +26,12 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_collection_modifyitems(config, items):
     """LONGEST first, in its order; a file that begins last holds up the end. Full counts of faults only where -m or a
-    test's own name asks for them.
+    test's whole name asks for them.
     """
-    if "faults" not in config.option.markexpr and not any("::" in word for word in config.args):
-        left_out = [item for item in items if item.get_closest_marker("faults")]
+    if "faults" not in config.option.markexpr:
+        names = {word.partition("::")[2] for word in config.args}
+        left_out = [item for item in items if item.get_closest_marker("faults")
+                    and item.nodeid.partition("::")[2] not in names]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     root = Path(__file__).parent

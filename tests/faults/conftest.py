@@ -4,9 +4,16 @@ import os
 
 import pytest
 
-from tests.support.faulty import SHORT, complete, zero
+from tests.support.faulty import SHORT, complete, kill_all, zero
 
 LINES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(autouse=True)
+def no_run_lives_on():
+    """Ends what a failing test has left."""
+    yield
+    kill_all()
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ SHORT = ("steps=40", "every.sample=10")           # for tests that compare with 
 QUICK = ("every.report=1", "every.save=4", "every.sample=0", "data.workers=0")
 
 
+_lives: list["Life"] = []
+
+
 class Life:
     """One start of a training command, in a session of its own."""
 
@@ -35,6 +38,7 @@ class Life:
                 ranks, port = (num, words[3]) if num > 1 else (1, None)
                 self.process = forks.fork(words[words.index(str(ROOT / "launch/train.py")):], ranks, port,
                                           environment(**env), file.fileno())
+        _lives.append(self)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -93,6 +97,14 @@ class Life:
                 os.kill(pid, number)
             except ProcessLookupError:
                 pass
+
+
+def kill_all() -> None:
+    """Ends every life that has not ended."""
+    while _lives:
+        life = _lives.pop()
+        if life.process.poll() is None:
+            life.kill()
 
 
 def zero(stage: int, precision: str = "fp32") -> dict:
