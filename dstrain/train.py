@@ -62,14 +62,14 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], from_scratch: bool = False) -> int:
+def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, allow_change: bool = False) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint; returns an exit code, DONE or STOPPED.
 
-    from_scratch: an earlier run in the folder is moved aside first.
+    from_scratch: an earlier run in the folder is moved aside first. allow_change: it may have been another run.
     """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     with lock:
-        training = set_up(run, settings, from_scratch)
+        training = set_up(run, settings, from_scratch, allow_change)
         try:
             done = loop(training)
             finish(training, done)
@@ -134,18 +134,17 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
         system.observe(group.in_order(rows.pop("position"), rows))
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, allow_change: bool) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint."""
     folder = run.directory
     start(run.faults.timeout_minutes)
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
-    if group.rank() == 0 and from_scratch:
-        folders.set_aside(folder)
-    group.barrier()
+    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
+    # Checked before, too; but a run that was waited for may have trained here since then.
+    hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), from_scratch, allow_change))
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
-    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     for network in system.frozen():
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
@@ -154,8 +153,11 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool) -> Training:
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         saved=lambda step: folders.note_saved(folder, step))
     first = begin(run, engines, ema, saves, system, notes)
-    if group.rank() == 0:
-        folders.write_down(run, settings, system.fingerprint(source))
+    if first < (earlier := folders.last_saved(folder)):
+        notes.append(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
+    elif first == 0 and (folder / "metrics.jsonl").exists():
+        notes.append("an earlier command ended before it saved anything: training begins at step 1 again")
+    hosts.on_first(lambda: folders.write_down(run, settings, system.fingerprint(source)))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
