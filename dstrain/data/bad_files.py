@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 
 from dstrain.data.source import Bad
-from dstrain.disk.lines import append
 from dstrain.recipe import ConfigError
 
 
@@ -47,11 +46,9 @@ class BadFiles:
         if self.path is None:
             warnings.warn(f"cannot be read, replaced: {line.strip()}", stacklevel=2)
             return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append(self.path, line)
-        except OSError as error:                   # a full disk ends no training
-            warnings.warn(f"{self.path} cannot be written ({error.strerror}): {line.strip()}", stacklevel=2)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(line.encode())              # one write: lines of two ranks never mix
 
 
 def _printable(text: str) -> str:
