@@ -111,7 +111,7 @@ def mapped(root: Path, name: str) -> np.ndarray:
     """A .npy file, mapped into memory. ConfigError names the file, or the limit of open files where that is reached."""
     try:
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, ArithmeticError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
                               "(ulimit -n), or set a smaller data.workers") from None

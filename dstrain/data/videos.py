@@ -25,6 +25,7 @@ from dstrain.data.folder import Folder, Names, few, list_folder, summary_of_size
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
+from dstrain.disk.small import require_file
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -220,6 +221,7 @@ def read_captions(file: Path) -> dict[str, str]:
     """File name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl. ConfigError names the line that is wrong."""
     where = f"data.captions={file}"
     try:
+        require_file(file)
         with open(file, encoding="utf-8-sig", newline="") as lines:
             rows = list(_rows(lines, file.suffix.lower()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -247,7 +249,7 @@ def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
         if suffix == ".jsonl":
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             yield number, *((row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None))
         else:

@@ -6,7 +6,6 @@ endless files, types that Python confuses, paths that are none.
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ import pytest
 
 from tests.support.launch import ROOT, environment, here
 
-SECONDS = 300                                     # for one case on a loaded machine; alone it takes less than one
 HUGE, LONG = 10 ** 30, "9" * 5000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 30))
@@ -150,6 +148,15 @@ def test_a_wrong_config_is_named(folder, monkeypatch, capsys, case):
     assert code == 2 and name in err and "Traceback" not in err and not out, err[-2000:]
     assert sorted(folder.rglob("*")) == before
     assert max(map(len, err.splitlines())) < 600 and len(err.splitlines()) < 6, err
+
+
+@pytest.mark.parametrize("case", ["recipe bomb.yaml", "settings deep.json"])
+def test_a_real_process(folder, case):
+    """Oracle: the exit code and the streams of `python launch/train.py`."""
+    arguments, name = WRONG[case]
+    done = subprocess.run([sys.executable, str(ROOT / "launch" / "train.py"), *arguments], cwd=folder, env=environment(),
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and name in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
 def test_the_table_is_whole():

@@ -212,12 +212,12 @@ def test_half_written_lines_are_dropped_and_reported(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a{"step": 3, "b": 1.0}\n{"step": 4}\n{"st')
     (tmp_path / "log.txt").write_text("one\ntw")
     assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3, 4]
-    track = tracker(tmp_path, resumed_step=3)
+    track = tracker(tmp_path, step=3)
     track.close()
     line = "half-written lines were dropped: 2 of metrics.jsonl, 1 of log.txt\n"
     assert capsys.readouterr().out == line and (tmp_path / "log.txt").read_text() == f"one\n{line}"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n{"step": 3, "b": 1.0}\n'
-    tracker(tmp_path, resumed_step=3).close()
+    tracker(tmp_path, step=3).close()
     assert capsys.readouterr().out == ""
 
 
