@@ -62,17 +62,18 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, step: int | None = None,
-          trust_pickle: bool = False) -> int:
+def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, allow_change: bool = False,
+          step: int | None = None, trust_pickle: bool = False) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint; returns an exit code, DONE or STOPPED.
 
-    from_scratch: an earlier run in the folder is moved aside first. step: goes on from that checkpoint; newer ones are
-    moved aside. trust_pickle: DeepSpeed's own files are read, which runs what is pickled in them.
+    from_scratch: an earlier run in the folder is moved aside first. allow_change: it may have been another run. step:
+    goes on from that checkpoint, and newer ones are moved aside. trust_pickle: DeepSpeed's own files are read, which
+    runs what is pickled in them.
     """
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     with lock, Watchdog(run.directory, *limits) as watchdog:
-        training = set_up(run, settings, from_scratch, step, trust_pickle, watchdog)
+        training = set_up(run, settings, from_scratch, allow_change, step, trust_pickle, watchdog)
         try:
             done = loop(training)
             finish(training, done)
@@ -197,20 +198,19 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | None, trust_pickle: bool,
-           watchdog: Watchdog) -> Training:
+def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, allow_change: bool, step: int | None,
+           trust_pickle: bool, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `step`."""
     folder = run.directory
     start(run.faults.timeout_minutes)
     watchdog.talk()
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
-    if group.rank() == 0 and from_scratch:
-        folders.set_aside(folder)
-    group.barrier()
+    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
+    # Checked before, too; but a run that was waited for may have trained here since then.
+    hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), from_scratch, allow_change))
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
-    system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     for network in system.frozen():
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
@@ -221,8 +221,11 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, step: int | N
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         lambda step: folders.note_saved(folder, step), course, trust_pickle)
     first = begin(run, engines, ema, saves, system, notes, step)
-    if group.rank() == 0:
-        folders.write_down(run, settings, system.fingerprint(source))
+    if first < (earlier := folders.last_saved(folder)):
+        notes.append(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
+    elif first == 0 and (folder / "metrics.jsonl").exists():
+        notes.append("an earlier command ended before it saved anything: training begins at step 1 again")
+    hosts.on_first(lambda: folders.write_down(run, settings, system.fingerprint(source)))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,

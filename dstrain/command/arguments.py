@@ -6,9 +6,9 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from dstrain.disk.small import read_text
 from dstrain.recipe import ConfigError
 
 
@@ -96,9 +96,10 @@ def one_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 def lines(text: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty."""
     try:
-        lines = tuple(line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = tuple(line.strip() for line in read_text(text).splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {reason}") from None
     if not lines:
         raise argparse.ArgumentTypeError(f"{text} holds no line of text")
     return lines

@@ -6,13 +6,14 @@ A script is `options = job_arguments(...)`, `job = prepare(options)` and one ver
 import argparse
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dstrain.command.arguments import Parser, positive
 from dstrain.command.ending import run_main
 from dstrain.command.job import Job, JobOptions, checked, prepare
-from dstrain.recipe import ConfigError, Run, dump, load, nearby
+from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
 __all__ = ["ConfigError", "Job", "JobOptions", "describe", "job_arguments", "load_recipe", "prepare", "run_main",
            "train_arguments"]
@@ -108,8 +109,8 @@ def _find(option: str, path: Path | None, default: Path, root: Path) -> Path:
     """The file at `path`, None for the default; below the repository where it exists only there."""
     path = path or default
     for candidate in (path, root / path):
-        if candidate.exists():
+        if os.path.exists(candidate):                # False, too, for what is no path
             return candidate
     # A mistyped name is looked for where the repository keeps such files, unless its own folder has some.
     beside = path if list(path.parent.glob(f"*{default.suffix}")) else root / default.parent / path.name
-    raise ConfigError(f"{option} {path}: there is no such file{nearby(beside, f'*{default.suffix}')}")
+    raise ConfigError(f"{option} {as_text(str(path))}: there is no such file{nearby(beside, f'*{default.suffix}')}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dstrain import recipe, systems
 from dstrain.engine import settings
 from dstrain.engine.store import Store
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
 
@@ -103,7 +104,7 @@ def _path_problems(run: Run) -> list[str]:
     if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _folder_problem(run.directory)
-    return problems + ([problem] if problem else [])
+    return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
 
 
 def _data_path_problem(key: str, path: str) -> str | None:
@@ -113,6 +114,8 @@ def _data_path_problem(key: str, path: str) -> str | None:
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
     try:
         empty = os.path.isdir(path) and not any(os.scandir(path))
     except OSError as error:
@@ -123,14 +126,18 @@ def _data_path_problem(key: str, path: str) -> str | None:
 
 
 def _folder_problem(folder: Path) -> str | None:
-    try:
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    except OSError as error:
-        return f"folder={str(folder)[:60]}...: {error.strerror}; name another folder"
+    """Why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
+    above = (folder.absolute(), *folder.absolute().parents)
+    if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):
+        return f"{link} is a link that leads nowhere; make what it names, or name another folder"
+    existing = next(path for path in above if os.path.exists(path))
     if not existing.is_dir():
-        return f"folder={folder}: {existing} is a file; name another folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"folder={folder} cannot be written below {existing}: name a writable folder"
+        return f"{existing} is a file; name another folder"
+    if group.place().rank == 0:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
+        except OSError as error:
+            return f"it cannot be written below {existing} ({error.strerror}): make room there, or name another folder"
     return None
 
 

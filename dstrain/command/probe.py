@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 
 from dstrain import rng
@@ -21,6 +22,7 @@ from dstrain.systems import System
 
 _SAMPLES = 2
 _WEIGHTS, _NUMBERS = 10_000_000, 1 << 16     # of a small model, and of the largest tensor of a sample: a second's work
+_TENSORS, _ALL, _WIDEST = 20_000, 10**13, 2**22    # of any model: tensors, numbers in all, and along one axis
 # Torch's messages where an id is not in a table: of embeddings without the id, of targets and indices with it.
 _OUT_OF_RANGE = re.compile(r"index out of range in self|(?:Target|index) (-?\d+) is out of bounds")
 
@@ -47,11 +49,7 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
     ConfigError: terms that break the contract of `System.loss`, ids out of range. Other exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"), _Unfilled():
-                networks = system.networks()
-        except (RuntimeError, TypeError):                         # a constructor that asks for values
-            networks = system.networks()
+        networks = _networks(run.system, system)
         _require_parts(run.system, system, networks)
         weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
@@ -69,6 +67,34 @@ def probe(run: Run, system: System, source: Any) -> list[str]:
         remarks.append(f"{run.system} with {(weights + frozen) / 1e6:,.1f} M weights: the shapes of its loss are "
                        "checked, its values are not")
     return remarks
+
+
+def _networks(name: str, system: System) -> dict[str, torch.nn.Module]:
+    """The system's networks, on the meta device where they can be. ConfigError: no machine holds them."""
+    count, numbers = 0, 0
+
+    def bounded(_: Any, entry: str, values: Any) -> None:
+        nonlocal count, numbers
+        if isinstance(values, Tensor):
+            count, numbers = count + 1, numbers + values.numel()
+            if count > _TENSORS or numbers > _ALL or max(values.shape, default=0) > _WIDEST:
+                raise ConfigError(f"{name}: the model has more than any machine holds ({count:,} tensors, "
+                                  f"{numbers:.2g} numbers, {entry} of {list(values.shape)}): lower the sizes in the "
+                                  "model section")
+
+    hooks = [register(bounded) for register in (module.register_module_parameter_registration_hook,
+                                                module.register_module_buffer_registration_hook)]
+    try:
+        with torch.device("meta"), _Unfilled():
+            return system.networks()
+    except (RuntimeError, TypeError) as error:                    # a constructor that asks for values, mostly
+        if "overflow" in str(error):
+            raise ConfigError(f"{name}: the model has more than any machine holds ({error}): lower the sizes in the "
+                              "model section") from None
+        return system.networks()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _batch(run: Run, source: Any) -> dict[str, Tensor]:

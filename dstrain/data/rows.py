@@ -113,7 +113,7 @@ def mapped(root: Path, name: str) -> np.ndarray:
     try:
         require_regular(root / name)
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, ArithmeticError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
                               "(ulimit -n), or set a smaller data.workers") from None

@@ -248,6 +248,6 @@ def read_index(folder: Path) -> dict[str, Any]:
         body = None
     if body is None:
         raise ConfigError(f"{path} is truncated or altered: repeat the launch/encode.py that wrote it")
-    if body["format"] != FORMAT:
-        raise ConfigError(f"{path} has format {body['format']}, this version reads {FORMAT}: encode again")
+    if body.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {body.get('format')}, this version reads {FORMAT}: encode again")
     return body

@@ -26,6 +26,7 @@ from dstrain.data.pixels import SUFFIXES
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
 from dstrain.data.storage import read_text, with_retries
+from dstrain.disk.small import require_file
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -233,6 +234,7 @@ def read_captions(file: Path) -> dict[str, str]:
     if file.exists() and not file.is_file():
         raise ConfigError(f"{where} is no file: name one with a line for each clip")
     try:
+        require_file(file)
         with open(file, encoding="utf-8-sig", newline="") as lines:
             rows = list(_rows(lines, file.suffix.lower()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -260,7 +262,7 @@ def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Any, Any]]:
         if suffix == ".jsonl":
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             yield number, *((row.get("file"), row.get("caption")) if isinstance(row, dict) else (None, None))
         else:

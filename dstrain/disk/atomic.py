@@ -49,13 +49,13 @@ def publish(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
 def sync_folder(path: str | os.PathLike) -> None:
     """Forces a folder's entries to the disk: without it a rename may be lost with the power.
 
-    Some file systems cannot do so for folders and answer EINVAL: there is nothing more to be done then.
+    Some file systems, mostly of a network, cannot do so for folders: there is nothing more to be done then.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM):
             raise
     finally:
         os.close(descriptor)

@@ -8,11 +8,13 @@ first two are errors and the clip is always written.
 
 import copy
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dstrain.disk import small
 from dstrain.engine.schema import refusals, unsupported
 from dstrain.recipe import ConfigError, Run, divisors, nearby
 
@@ -50,6 +52,7 @@ def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type:
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += refusals(settings)
+    problems += _sizes(settings)
     if not problems:                                          # the types are right from here on
         problems += [*_mechanism(settings, run, world, device_type), *_sums(settings)]
     if problems:
@@ -138,14 +141,17 @@ def _multiplies_bf16() -> bool:
 
 def _read(path: Path) -> Settings:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        settings = small.read_json(path, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     except FileNotFoundError:
         raise ConfigError(f"--ds_config {path}: there is no such file{nearby(path, '*.json')}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg} at column {error.colno}; correct the JSON (no comments, "
                           "no comma after the last entry)") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--ds_config {path} cannot be read as a text file: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--ds_config {path} cannot be read as a text file: {reason}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; correct the JSON") from None
     except KeyError as error:
         raise ConfigError(f"{path}: the key {error} stands twice in one section; remove one") from None
     if not isinstance(settings, dict):
@@ -160,6 +166,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> Settings:
             raise KeyError(key)
         section[key] = value
     return section
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def _optimizer(block: Any, run: Run) -> Iterator[str]:
@@ -247,6 +259,22 @@ def _autos(value: Any, key: str) -> Iterator[str]:
         for name, inner in value.items():
             if (key, name) != ("data_types", "keep_in_fp32_modules"):      # there DeepSpeed knows the word
                 yield from _autos(inner, f"{key}.{name}" if key else name)
+
+
+def _sizes(settings: Settings) -> Iterator[str]:
+    """Types that DeepSpeed confuses, and numbers that it would fail on while training: buckets are allocated whole."""
+    zero = settings.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    if type(zero.get("stage", 0)) is not int and zero["stage"] != "auto":
+        yield f'"zero_optimization.stage" is {json.dumps(zero["stage"])}: write 0, 1, 2 or 3'
+    for key, least, most in (("reduce_bucket_size", 1, 10**10), ("allgather_bucket_size", 1, 10**10),
+                             ("stage3_prefetch_bucket_size", 0, 10**10), ("sub_group_size", 1, 10**15)):
+        value = zero.get(key)
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            yield (f'"zero_optimization.{key}" is {value:.3g}: it is a number of elements, write '
+                   f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say")
+    if isinstance(printed := settings["steps_per_print"], (int, float)) and printed < 1:
+        yield '"steps_per_print" is below 1: remove it, dstrain reports'
 
 
 def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> Iterator[str]:

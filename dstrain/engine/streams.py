@@ -73,15 +73,17 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER:
                 raise ConfigError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+            header, room = json.loads(file.read(length)), os.fstat(file.fileno()).st_size - 8 - length
         metadata = header.pop("__metadata__", {})
         for name, entry in header.items():
             first, last = entry["data_offsets"]
+            if type(first) is not int or type(last) is not int or not 0 <= first <= last <= room:
+                raise ConfigError("offsets outside of the file")
             span = Span(path, 8 + length + first, last - first)
             tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), (span,))
             if span.nbytes != tensors[name].numel * SIZES[entry["dtype"]]:
                 raise ConfigError("offsets that do not fit a shape")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"no readable safetensors file ({error})") from None
     return tensors, metadata
 

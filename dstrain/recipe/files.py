@@ -12,10 +12,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dstrain.disk import small
 from dstrain.recipe.errors import ConfigError
-from dstrain.recipe.problems import nearby, problems_of
+from dstrain.recipe.problems import as_text, nearby, problems_of
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import subsection
+
+_LARGEST, _DEEPEST = 20_000, 32                             # entries and levels of a recipe, far above any
 
 
 def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
@@ -62,11 +65,12 @@ def plain(value: Any) -> Any:
 
 def _read(recipe: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(recipe.read_text(encoding="utf-8"), _Loader)
+        values = _parse(small.read_text(recipe, small.MEGABYTE))
     except FileNotFoundError:
         raise ConfigError(f"--recipe {recipe}: there is no such file{nearby(recipe, '*.yaml')}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--recipe {recipe} cannot be read as a text file: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--recipe {recipe} cannot be read as a text file: {reason}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{recipe}:{mark.line + 1}" if mark else str(recipe)
@@ -87,14 +91,16 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if not equals or not key:
-            problems.append(f"{override!r} is no override: write key=value without spaces, for example steps=500")
+        shown, names = f"{as_text(key)}={as_text(text)}", key.split(".")
+        if not equals or not all(names) or len(names) > _DEEPEST:
+            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces, for example "
+                            "steps=500")
             continue
         try:
-            _put(values, key, yaml.load(text, _Loader))
+            _put(values, key, _parse(text))
             overridden.add(key)
         except yaml.YAMLError:
-            problems.append(f"{key}={text} cannot be read as a value: quote it, for example {key}='\"...\"'")
+            problems.append(f"{shown} cannot be read as a value: quote it, for example {as_text(key)}='\"...\"'")
         except TypeError as error:
             problems.append(str(error))
     return overridden, problems
@@ -128,10 +134,47 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
     return [f"init_from={values['init_from']} and its synonym model.init_from={path} differ: give one of them"]
 
 
+def _parse(text: str) -> Any:
+    """The value of a YAML text. YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except ValueError as error:                              # a number of thousands of digits
+        raise yaml.YAMLError(error) from None
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates), and no key twice."""
+    """YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates), no key twice, no tags, and a bound.
+
+    An alias counts as often as it is used: a few lines of aliases of aliases would unfold to more than memory holds.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, int] = {}               # nodes within a node, aliases unfolded
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event, self._depth = self.peek_event(), self._depth + 1
+        tag = getattr(event, "tag", None)
+        problem = f"the tag {tag} is none of a recipe's" if tag else f"it is nested deeper than {_DEEPEST} levels"
+        if len(self._sizes) >= _LARGEST:
+            problem = f"it holds more than {_LARGEST} entries"
+        if tag or self._depth > _DEEPEST or len(self._sizes) >= _LARGEST:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else \
+            node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(event, yaml.AliasEvent):               # without a size within what it names: it has no end
+            size = self._sizes.get(node, _LARGEST + 1)
+        else:
+            size = self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, inner))
+        if size > _LARGEST:
+            problem = f"with its aliases unfolded it holds more than {_LARGEST} entries"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}

@@ -110,6 +110,8 @@ def divisors(number: int) -> str:
 
 def as_text(value: Any) -> str:
     """A value as it would be written in an override."""
+    if isinstance(value, str) and "\0" in value:
+        value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}
     text = named[value] if value is None or isinstance(value, (bool, str)) and value in named else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

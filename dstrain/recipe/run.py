@@ -7,6 +7,7 @@ when a run goes on is marked on the field, see section.py.
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,13 @@ def _refuse(*checks: tuple[Any, str]) -> None:
     """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
+
+
+def _short(path: str) -> str:
+    """A path as Linux takes it, or an error: it is too long."""
+    if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
+        raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
+    return path
 
 
 class Codes(Section):
@@ -38,7 +46,7 @@ class Codes(Section):
 
 class Data(Section):
     path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
-    image_size: Annotated[PositiveInt, FIXED] = 32    # pixels, of the square that images are fitted to; clips: width
+    image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32    # pixels, of the square to fit into; clips: width
     height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
     num_frames: Annotated[PositiveInt | None, FIXED] = None    # of clips; None: images
     frame_stride: Annotated[PositiveInt, FIXED] = 1    # of clips: one frame of so many is taken
@@ -52,7 +60,7 @@ class Data(Section):
     held_out_path: str | None = None         # a folder for evaluation instead of a share
     draft: Annotated[bool, FIXED] = False    # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
-    workers: Count | None = None             # loader processes a rank; 0 reads in the training process, None chooses
+    workers: Annotated[int, Field(ge=0, le=1024)] | None = None    # loader processes a rank; 0: none; None chooses
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
@@ -60,7 +68,7 @@ class Data(Section):
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
-        return str(Path(path).expanduser()) if path and path.startswith("~") else path
+        return path and _short(str(Path(path).expanduser()) if path.startswith("~") else path)
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
@@ -82,7 +90,7 @@ class Data(Section):
 
 
 class BatchSize(Section):
-    global_: Annotated[PositiveInt, FIXED] = Field(64, alias="global")    # samples of an optimizer step, on all ranks
+    global_: Annotated[int, FIXED] = Field(64, alias="global", gt=0, le=2**24)    # samples of a step, on all ranks
     micro: PositiveInt | None = None         # samples for each rank and forward pass; None: global / world size
 
     @model_validator(mode="after")
@@ -170,7 +178,7 @@ class Save(Section):
 class Samples(Section):
     """The grid drawn during training, always from the same seeds and labels."""
 
-    num: PositiveInt = 40
+    num: Annotated[int, Field(gt=0, le=100_000)] = 40
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
     prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
     num_frames: PositiveInt | None = None    # of videos; None: the model's
@@ -211,7 +219,7 @@ class Faults(Section):
 
 
 class Run(Section):
-    name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     system: Annotated[str, FIXED] = "dit"    # a folder of dstrain/systems/, or a package of your own: my_lab.edm
     folder: Path | None = None               # None: runs/NAME
     steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
@@ -238,7 +246,7 @@ class Run(Section):
     @field_validator("folder", "init_from")
     @classmethod
     def _expand(cls, path: Path | None) -> Path | None:
-        return path and path.expanduser()
+        return path and Path(_short(str(path.expanduser())))
 
     @model_validator(mode="after")
     def _agree(self) -> "Run":

@@ -7,6 +7,7 @@ What may change is written on the field. The entries of a section inherit what i
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
 """
 
+import math
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]      # products of two fit into float32
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -51,10 +52,16 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python's True is an int: without this `steps: true` would be one step.
-        if isinstance(value, bool) and bool not in plain_types(cls.model_fields[info.field_name].annotation):
-            raise PydanticCustomError("no_bool", "is {value}, which has no meaning here", {"value": str(value).lower()})
+    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            # Python's True is an int: without this `steps: true` would be one step.
+            if isinstance(part, bool) and bool not in plain_types(cls.model_fields[info.field_name].annotation):
+                raise PydanticCustomError("no_bool", "is {value}, which has no meaning here",
+                                          {"value": str(part).lower()})
+            if isinstance(part, str) and "\0" in part:
+                raise PydanticCustomError("nul", "it holds a NUL, which no name or path has")
+            if isinstance(part, (int, float)) and not abs(part) < 2**63 and math.isfinite(part):
+                raise PydanticCustomError("too_large", "it should be below 2**63 (9.2e18)")
         return value
 
 

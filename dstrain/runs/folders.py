@@ -1,7 +1,7 @@
 """The folder of a run: what it holds, and whether a command may go on in it.
 
     run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
-    data.txt           fingerprint of the data               saved            the last step that was saved
+    data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
     metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
@@ -14,20 +14,24 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from dstrain.disk import atomic
+from dstrain.disk import atomic, small
 from dstrain.disk.modes import by_umask
-from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused
+from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
 from dstrain.systems import config_class
 
 
 def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
-    """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing."""
+    """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing.
+
+    What was lost is never trained again in silence: `saved` is 0 from the start until the first checkpoint, so without
+    it, or without the checkpoint that it names, something has been taken away.
+    """
     folder = run.directory
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"folder={folder} is a file; name a folder")
@@ -42,18 +46,52 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
             raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
                               "another folder, or move these aside with --from-scratch")
         return
-    saved = last_saved(folder)
-    if saved and not any((folder / "checkpoints").glob("step_*[0-9]")):           # half-written ones end in .tmp
-        raise ConfigError(f"{folder} has saved step {saved} and holds no checkpoint now; put checkpoints/ back, or "
-                          "begin anew with --from-scratch")
-    if allow_change or not saved:                    # without a saved step, no run would be changed
+    if lost := _lost(folder):
+        raise ConfigError(f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the "
+                          "rest aside")
+    if allow_change or not last_saved(folder):       # without a saved step, no run would be changed
         return
-    if changes := refused(load(folder / "run.yaml"), run, system := config_class(run.system)):
+    if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
-    earlier = (folder / "data.txt").read_text().strip() if (folder / "data.txt").exists() else fingerprint
+    earlier = small.line_of(folder / "data.txt") or fingerprint
     if not same_data(earlier, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
                           f"{earlier!r} before; put the files back, name another folder=, or give --allow-change")
+
+
+def prepare(run: Run, fingerprint: str, from_scratch: bool, allow_change: bool) -> None:
+    """`check` under the claim, before anything is written; then moves an earlier run aside where that was asked for."""
+    check(run, fingerprint, from_scratch=from_scratch, allow_change=allow_change)
+    if from_scratch:
+        with writing(run.directory):
+            set_aside(run.directory)
+
+
+def _lost(folder: Path) -> str | None:
+    """What shows that a run has been trained further here than its checkpoints say."""
+    checkpoints, steps, noted = folder / "checkpoints", _steps(folder), _noted(folder)
+    if checkpoints.is_symlink() and not checkpoints.exists():
+        return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        return "has a file checkpoints where the folder of this name belongs"
+    if steps or noted == 0:
+        return None
+    if noted:
+        return f"has saved step {noted} and holds no checkpoint now"
+    if (folder / "saved").exists():
+        return "holds no checkpoint, and its file `saved`, which names the last one, is damaged"
+    reports, pictures = folder / "metrics.jsonl", folder / "samples"
+    if reports.is_file() and reports.stat().st_size or pictures.is_dir() and any(pictures.iterdir()):
+        return "holds what training has reported, and neither a checkpoint nor the file `saved`"
+    return None
+
+
+def recipe_of(folder: Path) -> Run:
+    """The recipe that a run was trained with, as resolved. ConfigError: it cannot be read, or says nothing."""
+    if small.line_of(folder / "run.yaml", small.MEGABYTE) == "":
+        raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
+    with reworded(options={"--recipe ": ""}):
+        return load(folder / "run.yaml")
 
 
 def same_data(earlier: str, fingerprint: str) -> bool:
@@ -86,8 +124,14 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
 
 
 def _lock(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return open(folder / ".lock", "a", encoding="utf-8")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / ".lock", "a", encoding="utf-8")
+
+
+def writing(folder: Path) -> AbstractContextManager[None]:
+    """Turns an OSError raised inside into a ConfigError: full, over quota, read-only, or not to be written."""
+    return write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
 def let_go(folder: Path) -> None:
@@ -98,12 +142,15 @@ def let_go(folder: Path) -> None:
 
 
 def write_down(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
-    """Writes the resolved run into its folder; on rank 0 only, after `check`."""
+    """Writes the resolved run into its folder; on rank 0 only, after `check`. ConfigError: it cannot be written."""
     folder = run.directory
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
-                       ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
-        atomic.write(folder / name, text)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if _noted(folder) is None:
+            note_saved(folder, last_saved(folder))
+        for name, text in (("run.yaml", dump(run)), ("data.txt", fingerprint + "\n"),
+                           ("ds_config.json", json.dumps(settings, indent=2) + "\n")):
+            atomic.write(folder / name, text)
 
 
 @contextmanager
@@ -129,16 +176,25 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def last_saved(folder: Path) -> int:
     """The step that was saved last; 0: none was."""
-    try:
-        return int((folder / "saved").read_text())
-    except (OSError, ValueError):
-        return 0
+    return _noted(folder) or max(_steps(folder), default=0)
+
+
+def _noted(folder: Path) -> int | None:
+    """The step in the file `saved`; None: it is absent or damaged."""
+    text = small.line_of(folder / "saved") or ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, whole or not; half-written ones end in .tmp."""
+    names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
+    return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
 def settings_before(folder: Path) -> dict[str, Any]:
     """The DeepSpeed config that a run with something saved was resolved to; empty where there is none to go on with."""
     try:
-        settings = json.loads((folder / "ds_config.json").read_text()) if last_saved(folder) else {}
+        settings = small.read_json(folder / "ds_config.json") if last_saved(folder) else {}
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -149,7 +205,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing."""
+    """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing. OSError."""
     if old := [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]:
         earlier = _new_earlier(folder)
         for path in old:

@@ -10,6 +10,7 @@ import pickle
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
         return
     folder, machine, code = run.directory, socket.gethostname(), _code()
     probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
-    if group.rank() == 0:
-        probe.touch()
+    with folders.writing(folder):
+        if group.rank() == 0:
+            probe.touch()
     host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
     me, first = f"rank {group.rank()} on {machine}", f"rank 0 on {host}"
     # On one machine the code differs only while somebody edits it.
@@ -50,9 +52,26 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
         probe.unlink()
         if problems:
             folders.let_go(folder)
-            more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-            raise ConfigError(*problems[:_SHOWN], *more)
-    elif problems:
+    _end(problems)
+
+
+def on_first(action: Callable[[], None]) -> None:
+    """Runs an action on rank 0, while the others wait. ConfigError as `check`: the action has raised one."""
+    problems: list[str] = []
+    if group.rank() == 0:
+        try:
+            action()
+        except ConfigError as error:
+            problems = error.problems
+    _end(group.from_first(problems))
+
+
+def _end(problems: list[str]) -> None:
+    """Where there are problems, ends all ranks with exit code 2: rank 0 by a ConfigError that names them."""
+    if problems and group.rank() == 0:
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise ConfigError(*problems[:_SHOWN], *more)
+    if problems:
         time.sleep(3)                                # a launcher ends all its ranks once one has: rank 0 speaks first
         raise SystemExit(2)
 

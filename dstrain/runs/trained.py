@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.store import Store
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run, load
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import folders
 from dstrain.runs.weights import checkpoint_kind, whole
 from dstrain.systems.base import System
 
@@ -19,7 +20,7 @@ def read(folder: Path) -> Run:
     if not (folder / "run.yaml").exists():
         raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
                           "example runs/dit-small")
-    return load(folder / "run.yaml")
+    return folders.recipe_of(folder)
 
 
 def checkpoint(folder: Path, step: int | None = None) -> Path:

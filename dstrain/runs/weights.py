@@ -1,7 +1,6 @@
 """Weights to start from: published files, exports and dstrain's own runs, read without running what is in them."""
 
 import argparse
-import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dstrain.disk.modes import by_umask
+from dstrain.disk.small import read_json
 from dstrain.engine.checkpoint import ema_decays, read_weights
 from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
@@ -51,7 +51,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         unaltered(files.values())
         adapted = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
     elif config_file := _config_of_diffusers(path, system):
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json(config_file)
         state, notes = system.from_diffusers(read(config_file.parent), config)
         adapted = {first: _adapted(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     else:
@@ -101,7 +101,7 @@ def unaltered(paths: Iterable[Path]) -> None:
     if folder is None:
         return
     try:
-        files = json.loads((folder / CONSOLIDATED).read_text(encoding="utf-8")).get("files", {})
+        files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
         wrong = faults(folder, names, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -128,7 +128,7 @@ def _config_of_diffusers(path: Path, system: System) -> Path | None:
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
         try:
-            if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("_class_name"):
+            if config.is_file() and read_json(config).get("_class_name"):
                 return config
         except (OSError, ValueError, AttributeError):
             raise ConfigError(f"weights: {config} is damaged: copy it again from where it comes") from None
@@ -214,7 +214,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
 def _listed(index: Path) -> list[Path]:
     """The files that a folder's index names."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_json(index)["weight_map"].values()
         return [index.parent / name for name in sorted({Path(name).name for name in names})]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"weights: {index} is damaged: copy it again from where it comes") from None

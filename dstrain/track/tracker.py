@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dstrain.disk import atomic
+from dstrain.disk import atomic, lines
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, write_errors
 from dstrain.track.figures import plot_columns
 from dstrain.track.meter import Meter
 from dstrain.track.pictures import grid, save_png
@@ -38,7 +38,8 @@ class Tracker:
     """Progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
     Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
-    is reported once, and training goes on. ConfigError: the recipe asks for tensorboard, and it is not installed.
+    later is reported once, and training goes on. ConfigError: the recipe asks for tensorboard, and it is not installed;
+    the folder cannot be written.
     """
 
     def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0) -> None:
@@ -51,8 +52,10 @@ class Tracker:
         self._bar = self._wandb = self._board = None
         if not self._first:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _drop_after(self.folder / "metrics.jsonl", resumed_step)
+        with write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            damaged = _drop_after(self.folder / "metrics.jsonl", resumed_step)
+            torn = lines.cut_torn(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
             self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
@@ -62,6 +65,8 @@ class Tracker:
         self._wandb = WandbSink(self.folder, run.track.wandb, name=run.name, project=run.track.project,
                                 entity=run.track.entity, config=run.model_dump(mode="json", by_alias=True),
                                 note=self.note)
+        if damaged or torn:
+            self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
@@ -192,8 +197,7 @@ class Tracker:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(text)
+            lines.append(self.folder / name, text)
         except OSError as error:
             self._fault(name, error)
 
@@ -204,22 +208,38 @@ class Tracker:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a line that is half-written, as kill -9 may leave it, is skipped."""
-    entries = []
+    """The lines of a metrics.jsonl. What is half-written, as kill -9 may leave it, is skipped."""
+    return _entries(path)[0]
+
+
+def _entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
+    """The entries of a metrics.jsonl, and the number of half-written ones."""
+    entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            entry = json.loads(line)
-            if isinstance(entry["step"], int):
-                entries.append(entry)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return entries
+            entry = _entry(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged += 1
+            with suppress(ValueError, KeyError, TypeError, RecursionError):      # a whole one glued to half of one
+                entries.append(_entry(line[line.rindex('{"step"'):]))
+        else:
+            entries.append(entry)
+    return entries, damaged
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrites the file without the lines of later steps, whole or not at all."""
-    if path.is_file():
-        atomic.write(path, "".join(_line(entry) for entry in read_metrics(path) if entry["step"] <= step))
+def _entry(line: str) -> dict[str, Any]:
+    if type((entry := json.loads(line))["step"]) is not int:
+        raise TypeError("no number of steps")
+    return entry
+
+
+def _drop_after(path: Path, step: int) -> int:
+    """Rewrites the file without the lines of later steps, whole or not at all; returns how many were half-written."""
+    if not path.is_file():
+        return 0
+    entries, damaged = _entries(path)
+    atomic.write(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
+    return damaged
 
 
 def _line(entry: dict[str, Any]) -> str:

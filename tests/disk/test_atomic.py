@@ -51,9 +51,11 @@ def test_file_and_folder_reach_the_disk(tmp_path, monkeypatch):
     assert stat.S_ISDIR(folder.st_mode) and folder.st_ino == tmp_path.stat().st_ino
 
 
-@pytest.mark.parametrize("number, written", [(errno.EINVAL, True), (errno.EIO, False)])
+@pytest.mark.parametrize("number, written", [
+    (errno.EINVAL, True), (errno.EBADF, True), (errno.ENOTSUP, True), (errno.ENOSYS, True), (errno.EACCES, True),
+    (errno.EIO, False), (errno.ENOSPC, False), (errno.EDQUOT, False)])
 def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number, written):
-    """Oracle: POSIX: EINVAL says that this file does not support fsync, EIO that data may be lost."""
+    """Oracle: POSIX: EINVAL and its likes say that this file does not support fsync, EIO that data may be lost."""
     fsync = os.fsync
 
     def refuse(descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -66,7 +67,7 @@ def test_a_fresh_folder(tmp_path):
     prepare(wanted)
     assert recipe.load(wanted.directory / "run.yaml") == wanted
     assert json.loads((wanted.directory / "ds_config.json").read_text()) == {"train_batch_size": 64}
-    assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt"}
+    assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
     check(wanted)
     assert folders.last_saved(wanted.directory) == 0
 
@@ -156,18 +157,88 @@ def test_saved_without_checkpoints(begun, left):
         (begun / "checkpoints" / name).mkdir()
     for flag in (False, True):
         text = refusal(run(begun), allow_change=flag)
-        assert "saved step 500" in text and "put checkpoints/ back" in text and "--from-scratch" in text
+        assert "saved step 500" in text and "put back what is gone" in text and "--from-scratch" in text
     check(run(begun), from_scratch=True)
     (begun / "checkpoints" / "step_00000400").mkdir()
     check(run(begun))
 
 
-@pytest.mark.parametrize("text", ["", "12\n34", "\x00" * 4, "half"])
-def test_a_damaged_saved_is_none(begun, text):
-    """Oracle: a file that holds no number."""
+GARBAGE = ["", "12\n34", "\0" * 4, "half", "-5", "1e3", "9" * 5000, "\u0664"]
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_a_damaged_saved_beside_checkpoints(begun, text):
+    """Oracle: the checkpoint's own name: what may not change is asked of it, and the file is written anew."""
     (begun / "saved").write_text(text)
-    assert folders.last_saved(begun) == 0
+    assert folders.last_saved(begun) == 100
     check(run(begun))
+    assert "seed was" in refusal(run(begun, "seed=7"))
+    prepare(run(begun))
+    assert (begun / "saved").read_text() == "100\n"
+
+
+def lose(folder: Path, case: str) -> None:
+    """Takes from the folder of a run with a checkpoint, or alters, what `case` says; `;` between several."""
+    for word in case.split("; "):
+        kind, _, name = word.partition(" ")
+        path = folder / name.partition(":")[0]
+        if path.is_dir() and kind != "put":
+            shutil.rmtree(path)
+        elif kind != "put":
+            path.unlink()
+        if kind == "empty":
+            path.touch()
+        if kind == "emptied":
+            path.mkdir()
+        if kind == "linked":
+            path.symlink_to("nowhere")
+        if kind == "put":
+            path.mkdir(exist_ok=True) if ":" not in name else path.write_text(name.partition(":")[2])
+
+
+LOST = {
+    "gone checkpoints": "saved step 100", "emptied checkpoints": "saved step 100",
+    "empty checkpoints": "a file checkpoints", "linked checkpoints": "nowhere is not there",
+    "emptied checkpoints; put checkpoints/step_00000200.tmp": "saved step 100",
+    "emptied checkpoints; put checkpoints/newest:step_00000100": "saved step 100",
+    "gone checkpoints; gone saved": "neither a checkpoint nor the file `saved`",
+    "gone checkpoints; gone saved; gone metrics.jsonl": "neither a checkpoint nor the file `saved`",
+    "gone checkpoints; gone saved; gone samples": "neither a checkpoint nor the file `saved`",
+    "emptied checkpoints; gone saved; put checkpoints/step_00000200.tmp": "neither a checkpoint nor the file `saved`",
+    **{f"gone checkpoints; put saved:{text}": "`saved`, which names the last one, is damaged" for text in GARBAGE},
+    "gone checkpoints; put saved:999999999999": "saved step 999999999999",
+    "gone run.yaml": "no run.yaml", "gone run.yaml; gone checkpoints; gone saved": "no run.yaml",
+    "empty run.yaml": "run.yaml is empty", "emptied run.yaml": "run.yaml cannot be read",
+    "put run.yaml:\0\0\0": "run.yaml",
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_was_lost_is_not_trained_again_in_silence(begun, case):
+    """Oracle: reports and pictures of 100 steps, which a start at step 1 would overwrite."""
+    (begun / "metrics.jsonl").write_text('{"step": 100, "loss": 1.0}\n')
+    (begun / "samples").mkdir()
+    (begun / "samples" / "step_00000100.png").touch()
+    lose(begun, case)
+    text = refusal(run(begun))
+    assert LOST[case] in text and len(text.splitlines()) == 1
+    assert "--from-scratch" in text or case == "emptied run.yaml" or case.startswith("put run.yaml")
+    check(run(begun), from_scratch=True)
+
+
+@pytest.mark.parametrize("metrics", ["", '{"step": 10}\n'])
+def test_a_command_that_ended_before_its_first_save_begins_again(tmp_path, metrics):
+    """Oracle: `saved`, which is 0 from the start, tells it from a run that has lost its checkpoints."""
+    prepare(run(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    (tmp_path / "checkpoints" / "step_00000020.tmp").mkdir(parents=True)
+    check(run(tmp_path))
+    check(run(tmp_path, "seed=7"))
+    (tmp_path / "saved").unlink()
+    if metrics:
+        refusal(run(tmp_path))
+    else:
+        check(run(tmp_path))
 
 
 def test_a_damaged_recipe_is_named(begun):
@@ -191,7 +262,7 @@ def test_from_scratch_loses_nothing(begun):
         prepare(run(begun, f"seed={number}"), from_scratch=True)
         now = contents(begun)
         fresh = {name for name in now if name not in kept and not name.startswith("earlier_")}
-        assert fresh == {"run.yaml", "ds_config.json", "data.txt"} and folders.last_saved(begun) == 0
+        assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.last_saved(begun) == 0
         moved = {name.partition("/")[2]: text for name, text in now.items()
                  if name.startswith("earlier_") and name not in kept}
         assert moved == before
@@ -205,7 +276,7 @@ def test_from_scratch_where_nothing_stands(tmp_path):
     (tmp_path / "a").mkdir()
     for name in ("a", "b"):
         prepare(run(tmp_path / name), from_scratch=True)
-        assert set(contents(tmp_path / name)) == {"run.yaml", "ds_config.json", "data.txt"}
+        assert set(contents(tmp_path / name)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
 
 
 def test_going_on_keeps_what_is_there(begun):

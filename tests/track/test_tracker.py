@@ -207,6 +207,20 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path, capsys):
     assert "step 2/20" in printed
 
 
+def test_half_written_lines_are_dropped_and_reported(tmp_path, capsys):
+    """Oracle: the whole lines that were put in: after half of a line, before one, and glued to one."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a{"step": 3, "b": 1.0}\n{"step": 4}\n{"st')
+    (tmp_path / "log.txt").write_text("one\ntw")
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+    track = tracker(tmp_path, step=3)
+    track.close()
+    line = "half-written lines were dropped: 2 of metrics.jsonl, 1 of log.txt\n"
+    assert capsys.readouterr().out == line and (tmp_path / "log.txt").read_text() == f"one\n{line}"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n{"step": 3, "b": 1.0}\n'
+    tracker(tmp_path, step=3).close()
+    assert capsys.readouterr().out == ""
+
+
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
     """Oracle: the command that installs it, in the message of a ValueError."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)

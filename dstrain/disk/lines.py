@@ -1,0 +1,44 @@
+"""Files of lines that grow: a line is there whole or not at all, also where the disk was full or the power failed."""
+
+import os
+
+
+def append(path: str | os.PathLike, text: str) -> None:
+    """Adds whole lines, after a line break where the last line has none. OSError: nothing was added.
+
+    Lines of several processes do not mix where one write takes them whole, as it does on a local disk.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = b"\n" * torn + text.encode()
+        try:
+            while content:
+                content = content[os.write(descriptor, content):]
+        except OSError:
+            os.ftruncate(descriptor, size)           # part of a line, to which the next one would be glued
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def cut_torn(path: str | os.PathLike) -> int:
+    """Cuts off what follows the last line break, as a crash may leave it; returns how many bytes that were."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return 0
+    try:
+        size = end = os.fstat(descriptor).st_size
+        while end:
+            start = max(0, end - 65536)
+            at = os.pread(descriptor, end - start, start).rfind(b"\n")
+            end = start + at + 1 if at >= 0 else start
+            if at >= 0:
+                break
+        if end < size:
+            os.ftruncate(descriptor, end)
+        return size - end
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Small text files that others wrote, read without waiting for a pipe, and with bounded memory."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MEGABYTE = 1 << 20
+_DEEPEST = 64                                        # levels of lists and sections in a JSON file
+
+
+def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
+    """The text (UTF-8) of a regular file of at most `most` bytes.
+
+    OSError: not there, not readable, larger, or no regular file: a pipe without a writer would be waited for, and a
+    device has no end. UnicodeDecodeError: bytes that are no text.
+    """
+    require_file(path)
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most // MEGABYTE} MB", str(path))
+    return content.decode("utf-8", errors)
+
+
+def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Callable[..., Any]) -> Any:
+    """What a small JSON file holds. OSError as `read_text`; ValueError: no JSON, or nested too deep to work with."""
+    return parse_json(read_text(path, most), **hooks)
+
+
+def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
+    """What a JSON text holds. ValueError: no JSON, or nested too deep to be worked with."""
+    too_deep = ValueError(f"lists or sections are nested deeper than {_DEEPEST}")
+    try:
+        value = json.loads(text, **hooks)
+    except RecursionError:
+        raise too_deep from None
+    depth, level = 0, [value]
+    while level := [inner for outer in level if isinstance(outer, (dict, list))
+                    for inner in (outer.values() if isinstance(outer, dict) else outer)]:
+        if (depth := depth + 1) > _DEEPEST:
+            raise too_deep
+    return value
+
+
+def require_file(path: str | os.PathLike) -> None:
+    """OSError: `path` is no regular file, so opening it may wait for ever, and reading it may not end."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError:                               # a NUL, which Python finds before the system is asked
+        raise OSError(errno.EINVAL, "a path cannot hold a NUL", str(path)) from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no regular file", str(path))
+
+
+def line_of(path: Path, most: int = 4096) -> str | None:
+    """A small file that holds one line, without blanks around it; None where there is none that can be read."""
+    try:
+        return read_text(path, most).strip()
+    except (OSError, ValueError):
+        return None
