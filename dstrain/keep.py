@@ -170,7 +170,7 @@ def _saved(folder: Path) -> int:
 
 
 def _reason(code: int) -> str:
-    """How a command ended. That signal N has killed a rank is 256 - N for deepspeed, 128 + N for shells; 255 is ssh's."""
+    """How a command ended. Signal N that has killed a rank is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"the launcher was killed by {names.get(-code, -code)}"

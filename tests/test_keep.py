@@ -113,7 +113,8 @@ def test_what_a_launcher_left_behind_ends_first(keep, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (("--", "deepspeed", "launch/generate.py"), "write the command behind --"),
-    (("deepspeed", "launch/train.py"), "--help shows"), (("--", "launch/train.py", "--dry-run"), "without launch/keep.py"),
+    (("deepspeed", "launch/train.py"), "--help shows"),
+    (("--", "launch/train.py", "--dry-run"), "without launch/keep.py"),
     (("--", "launch/train.py", "stepz=3"), "did you mean steps?"),
 ])
 def test_wrong_input(words, message, monkeypatch, capsys):

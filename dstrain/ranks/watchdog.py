@@ -105,7 +105,7 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             self._within(5, self._write_stacks)
-        self._kill(self._stopped())
+        self._signal(self._stopped(), signal.SIGKILL)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
@@ -130,25 +130,28 @@ class Watchdog(AbstractContextManager):
             began = began if self._overdue and overdue else now      # when it became overdue
             self._overdue = overdue
             suspended = self._stopped() if overdue else set()
-            reasons = self._reasons(now, began, suspended & before) if overdue else []
+            reasons, at_fault = self._reasons(now, began, suspended & before) if overdue else ([], set())
             before = suspended
             if reasons and not self._closed.is_set():
-                self._end(reasons, suspended)
+                self._end(reasons, at_fault)
 
-    def _reasons(self, now: float, began: float, suspended: set[int]) -> list[str]:
-        """What is at fault, a line each, once it is known; began: since when this rank is overdue."""
+    def _reasons(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
+        """What is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
+
+        began: since when this rank is overdue.
+        """
         me = self._stand()
-        heard = {rank: stand for rank, (stand, when) in self._heard.items() if when > max(began, now - _SILENT)}
+        heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
         if suspended:
-            return [f"{self._name(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)]
+            return [f"{self._name(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)], suspended
         if group.world() == 1:
-            return [f"{me} hangs at {me.where}"]
+            return [f"{me} hangs at {me.where}"], set()
         silent = [rank for rank in range(group.world()) if rank not in heard and rank != me.rank]
         if silent and now - began < _SILENT or any(not stand.overdue for stand in heard.values()):
-            return []
+            return [], set()
         if me.rank and len(silent) == group.world() - 1:
-            return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"]
-        return [f"{self._name(rank)} does not answer" for rank in silent] or _behind([me, *heard.values()])
+            return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
+        return [f"{self._name(rank)} does not answer" for rank in silent] or _behind([me, *heard.values()]), set(silent)
 
     def _debugged(self) -> bool:
         """Whether the main thread stands in a debugger of Python."""
@@ -180,11 +183,14 @@ class Watchdog(AbstractContextManager):
             while not self._closed.wait(pause):
                 beat += 1
                 store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._stand(beat))))
-                for rank in others if self._overdue or beat == 2 else ():
-                    if store.check([f"{_KEY}/{rank}"]):
-                        stand = Stand(**json.loads(store.get(f"{_KEY}/{rank}")))
-                        if rank not in self._heard or self._heard[rank][0].beat != stand.beat:
-                            self._heard[rank] = stand, time.monotonic()
+                if not (self._overdue or beat == 2):                 # the second word is for their names
+                    continue
+                known = others if store.check([f"{_KEY}/{rank}" for rank in others]) else \
+                    [rank for rank in others if store.check([f"{_KEY}/{rank}"])]
+                words = store.multi_get([f"{_KEY}/{rank}" for rank in known]) if known else []
+                for stand in (Stand(**json.loads(word)) for word in words):
+                    if stand.rank not in self._heard or self._heard[stand.rank][0].beat != stand.beat:
+                        self._heard[stand.rank] = stand, time.monotonic()
         except RuntimeError:                                         # the store has ended, and with it the run
             pass
 
@@ -198,13 +204,14 @@ class Watchdog(AbstractContextManager):
         pid = presence().others().get(rank)
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
-    def _end(self, reasons: list[str], suspended: set[int]) -> None:
-        """Writes what is known, ends suspended ranks here, and then this one. Disks may hang: they get some seconds."""
+    def _end(self, reasons: list[str], at_fault: set[int]) -> None:
+        """Writes what is known, ends ranks at fault here, and then this one. Disks may hang: they get some seconds."""
         self._ending.acquire()                                       # the watch and the main thread may both come here
+        self._signal(at_fault - self._stopped(), signal.SIGUSR2)     # they write their stacks on stderr
         self._within(5, self._write_stacks)
         self._within(5, self._report, reasons)
         time.sleep(2)                                                # the others find and write the same
-        self._kill(suspended)
+        self._signal(at_fault, signal.SIGKILL)
         os._exit(endings.HUNG)
 
     def _report(self, reasons: list[str]) -> None:
@@ -231,10 +238,12 @@ class Watchdog(AbstractContextManager):
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _kill(self, ranks: set[int]) -> None:
+    @staticmethod
+    def _signal(ranks: set[int], number: int) -> None:
+        """Sends a signal to those of some ranks that live on this machine."""
         for rank, (pid, born) in presence().others().items():
             if rank in ranks and identity(pid) == born:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
     @staticmethod
     def _within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:

@@ -115,8 +115,8 @@ def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path)
     assert f"stopped at step {at} (the launcher has gone" in log or f"stopped at step {at} (another rank" in log, log
     assert assert_whole(folder) == at < STEPS - 20
 
-    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends; when the link is there
-    # again, launch/keep.py on the first host starts both again.
+    # The link is cut: each rank waits for faults.timeout_minutes, prints what happened, and ends. When the link is back,
+    # launch/keep.py on the first host starts both again.
     driven = train(f"folder={folder}", before=KEEP)
     driven.saved(folder, (at // 10 + 1) * 10)
     hosts[1].link("down")

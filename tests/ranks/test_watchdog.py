@@ -14,7 +14,7 @@ from tests.support.launch import environment, free_port
 
 # A rank. Its steps take some milliseconds; from step 30 on, what the test asks for happens in one of them.
 RANK = """
-import os, sys, time
+import ctypes, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from dstrain.ranks import group
@@ -35,6 +35,8 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
             (folder / "reached").touch()
             if fault == "sleep":
                 hang(600)
+            if fault == "frozen":
+                ctypes.PyDLL(None).sleep(600)                # holds the interpreter's lock
             if fault == "slow":
                 hang(float(sys.argv[5]))
         if fault == "slow":
@@ -59,8 +61,8 @@ def ranks(tmp_path):
     def start(world: int, *words: object) -> list[subprocess.Popen]:
         shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(world):
-            started.append(subprocess.Popen([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
-                                            env=environment(RANK=str(rank), **shared), text=True,
+            line = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)]
+            started.append(subprocess.Popen(line, env=environment(RANK=str(rank), **shared), text=True,
                                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         return started
 
@@ -104,7 +106,7 @@ def test_a_suspended_rank_is_named_and_ended(ranks, tmp_path, at_fault):
 
 
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
-    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and the line that it sleeps in."""
+    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and the line where it sleeps."""
     processes = ranks(3, "sleep", 1, 4)
     codes, outputs = ends(processes)
     assert codes == [4, 4, 4], outputs
@@ -112,6 +114,15 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
             r"\(<module>\), and the others wait for it")
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
+
+
+def test_a_frozen_rank_is_named_and_ended(ranks, tmp_path):
+    """Oracle: a rank in a C call that lets none of its threads run: its peer names it, has it write, and ends it."""
+    processes = ranks(2, "frozen", 1, 4)
+    codes, (output, frozen) = ends(processes)
+    assert codes == [4, -signal.SIGKILL], output + frozen
+    assert f"rank 1 on {socket.gethostname()} (process {processes[1].pid}) does not answer" in output
+    assert "most recent call first" in frozen and "rank.py" in frozen
 
 
 def test_a_slow_phase_of_one_rank_is_waited_for(ranks):
