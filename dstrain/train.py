@@ -1,4 +1,6 @@
-"""Training: set_up, loop, take_step, finish. The only file that holds what is learned and how it is sharded."""
+"""Training: set_up, loop, take_step, record, go_back, finish. The only file that holds what is learned and how it is
+sharded.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -11,8 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
 LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "faults/test_kills.py",
-           "launch/test_resume.py", "launch/test_machines.py", "launch/test_prior.py", "launch/test_moved.py",
-           "launch/test_phenaki.py", "launch/test_modes.py", "launch/test_data_ends.py", "test_bench.py", "engine/test_phenaki.py",
+           "launch/test_resume.py", "launch/test_keep.py", "engine/test_rollback.py", "launch/test_machines.py",
+           "launch/test_prior.py", "launch/test_moved.py", "launch/test_phenaki.py", "ranks/test_watchdog.py",
+           "launch/test_modes.py", "launch/test_data_ends.py", "test_bench.py", "engine/test_phenaki.py",
            "engine/test_turns.py")
 
 
