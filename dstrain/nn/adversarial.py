@@ -17,7 +17,7 @@ _LEAK = 0.2                                       # slope of the leaky units bel
 
 
 class PatchDiscriminator(nn.Module):
-    """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float32 (B, 1, h, w).
+    """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float64 (B, 1, h, w).
 
     n_layers layers halve the side, two more have stride 1. Channels double by layer from base_channels, at most thrice.
 
@@ -35,7 +35,7 @@ class PatchDiscriminator(nn.Module):
             stride = 2 if number < n_layers else 1
             groups = math.gcd(after, max(after // 16, 1))
             layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(groups, after), nn.LeakyReLU(_LEAK)]
-        self.main = nn.Sequential(*layers, Filter(after, 1, stride=1))
+        self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
         """The logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures, (sloped,).
@@ -56,7 +56,7 @@ class PatchDiscriminator(nn.Module):
         return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.main(x.to(self.main[0].weight.dtype)).float()
+        return self.main(x.to(self.main[0].weight.dtype))
 
 
 class Filter(nn.Conv2d):
@@ -69,6 +69,17 @@ class Filter(nn.Conv2d):
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class Judge(Filter):
+    """The last convolution, whose bias is added in float64.
+
+    Within the hinge loss's margins real and fake patches pull at the bias with equal and opposite weights. A sum in fp32
+    leaves rounding of them, which depends on the number of ranks and from which Adam makes whole steps; here it is 0.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight, None).double() + self.bias.double().view(-1, 1, 1)
 
 
 def least_size(n_layers: int) -> int:

@@ -128,7 +128,7 @@ class PictureLoss:
         values = picture[0].numel()               # LDM balances sums over the values, the reconstruction is a mean
         weight = self.discriminator.weight / values * adversarial.balance(values * of_mean, of_critique)
         example["original"], example["reconstruction"] = truth, picture.detach()
-        return {"critique": critique.detach(), "critique_weight": weight}, weight.view(-1, 1, 1, 1) * of_critique
+        return {"critique": critique.detach().float(), "critique_weight": weight}, weight.view(-1, 1, 1, 1) * of_critique
 
     def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
         """The hinge loss on originals and on what the first stage made of them in its turn; mean logits of both, (B,);
@@ -147,11 +147,11 @@ class PictureLoss:
             slope = adversarial.slope_between(logits[:count], logits[2 * count:], penalty.sigma)
         real, fake = logits[:count], logits[count: 2 * count]
         loss = adversarial.hinge(real, fake)
-        terms = {name: logit.detach().flatten(1).mean(1) for name, logit in (("real", real), ("fake", fake))}
+        terms = {name: logit.detach().flatten(1).mean(1).float() for name, logit in (("real", real), ("fake", fake))}
         if self._penalized:
             loss = loss + penalty.every * penalty.weight / 2 * slope
-            terms["slope"] = slope.detach()
-        return terms | {"loss": loss.mean()}
+            terms["slope"] = slope.detach().float()
+        return terms | {"loss": loss.mean().float()}
 
 
 def descending(value: Tensor, pull: Tensor) -> Tensor:

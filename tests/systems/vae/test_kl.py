@@ -111,7 +111,7 @@ def test_descent_with_an_adversary():
     lengths = [torch.autograd.grad(value.sum(), picture, retain_graph=True)[0].flatten(1).norm(dim=1)
                for value in (256 * distance, critique)]
     weight = 0.7 / 256 * lengths[0] / (lengths[1] + 1e-4)
-    loss = (distance + 0.1 * nats / 256 + weight * critique).mean()
+    loss = (distance + 0.1 * nats / 256 + weight * critique).mean().float()
     torch.testing.assert_close(terms["critique_weight"], weight)
     torch.testing.assert_close(terms["loss"], loss, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, torch.autograd.grad(loss, weights)):
@@ -131,7 +131,7 @@ def test_the_discriminators_turn():
         for weight in nets["autoencoder"].parameters():
             weight.add_(0.1)
     terms = system.loss("discriminator", nets, example)
-    real, fake = nets["discriminator"](example["x_start"]), nets["discriminator"](picture)
+    real, fake = (nets["discriminator"](images).float() for images in (example["x_start"], picture))
     loss = ((1 - real).clamp(min=0) + (1 + fake).clamp(min=0)).mean() / 2
     torch.testing.assert_close(terms["loss"], loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(terms["real"], real.mean((1, 2, 3)).detach(), rtol=1e-4, atol=1e-5)
