@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
     source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
-    if group.rank() == 0:
-        print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", flush=True)
+    if group.rank() == 0:                            # stdout is for the figures
+        print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.checkpoint(options.folder, options.step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     out = _folder(options)
