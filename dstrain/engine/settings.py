@@ -271,7 +271,7 @@ def _sizes(settings: Settings) -> Iterator[str]:
                              ("stage3_prefetch_bucket_size", 0, 10**10), ("sub_group_size", 1, 10**15)):
         value = zero.get(key)
         if isinstance(value, (int, float)) and not least <= value <= most:
-            yield (f'"zero_optimization.{key}" is {value:.3g}: it is a number of elements, write '
+            yield (f'"zero_optimization.{key}" is {json.dumps(value)[:40]}: it is a number of elements, write '
                    f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say")
     if isinstance(printed := settings["steps_per_print"], (int, float)) and printed < 1:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'

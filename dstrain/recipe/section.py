@@ -60,7 +60,7 @@ class Section(BaseModel):
                                           {"value": str(part).lower()})
             if isinstance(part, str) and "\0" in part:
                 raise PydanticCustomError("nul", "it holds a NUL, which no name or path has")
-            if isinstance(part, (int, float)) and not abs(part) < 2**63 and math.isfinite(part):
+            if isinstance(part, (int, float)) and 2**63 <= abs(part) != math.inf:
                 raise PydanticCustomError("too_large", "it should be below 2**63 (9.2e18)")
         return value
 

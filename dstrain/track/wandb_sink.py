@@ -42,11 +42,12 @@ class WandbSink:
         self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)     # calls with the run
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"      # all of a run's files, oldest first
         mode = resolved_mode(setting)
         if mode == "disabled":
             return
         if mode == "online" and not has_key():
-            note("wandb: offline, no API key was found; `wandb login`, then `wandb sync` sends it")
+            note(f"wandb: offline, no API key was found; `wandb login`, then `{self._sync}` sends it")
             mode = "offline"
         os.environ.setdefault("WANDB_SILENT", "true")        # also read by wandb's own process
         try:
@@ -91,7 +92,7 @@ class WandbSink:
         self._closing.set()
         thread.join(seconds)
         if thread.is_alive():
-            self._note(f"wandb: not finished after {seconds:g} s; `wandb sync` sends what is left")
+            self._note(f"wandb: not finished after {seconds:g} s; `{self._sync}` sends what is left")
         if self.dropped:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
@@ -118,7 +119,9 @@ class WandbSink:
                 continue
             try:
                 send(run)
-            except BaseException:
+            except BaseException as error:
+                if run is not None and not self.dropped:
+                    self._note(f"wandb: an entry was refused, and training goes on: {_brief(error)}")
                 self.dropped += 1
         try:
             if run is not None:
@@ -126,6 +129,8 @@ class WandbSink:
                 self._wandb.teardown()               # waits until wandb's own process has closed the run's file
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
+            with suppress(BaseException):
+                self._wandb.teardown()               # or wandb tries it again at the exit, with a traceback
 
     def _start(self, mode: str) -> Any:
         if mode == "online":

@@ -39,6 +39,7 @@ FILES = {
     "true.json": json_text(zero_optimization={"stage": True}), "word.json": json_text(zero_optimization={"stage": "2"}),
     "half.json": json_text(zero_optimization={"stage": 2.5}), "stage_null.json": json_text(zero_optimization={"stage": None}),
     "bucket.json": json_text(zero_optimization={"stage": 2, "reduce_bucket_size": HUGE}),
+    "wide.json": json_text(zero_optimization={"stage": 2, "reduce_bucket_size": 10 ** 400}),
     "gather.json": json_text(zero_optimization={"stage": 2, "allgather_bucket_size": 2 ** 63}),
     "negative.json": json_text(zero_optimization={"stage": 2, "reduce_bucket_size": -1}),
     "none.json": json_text(zero_optimization={"stage": 2, "reduce_bucket_size": 0}),
@@ -57,6 +58,7 @@ WRONG = {
     # numbers beyond what arithmetic holds
     "steps of 1e400": (["steps=1e400"], "steps=inf"), "steps of 1e300": (["steps=1e300"], "steps="),
     "steps of 5,000 digits": ([f"steps={LONG}"], "steps="), "steps of 2**63": ([f"steps={2 ** 63}"], "steps="),
+    "steps of 400 digits": (["steps=" + "9" * 400], "steps="),
     "batch of 10**30": ([f"batch.global={HUGE}"], "batch.global="), "batch of 2**63": ([f"batch.global={2 ** 63}"], "batch.global="),
     "micro of 10**30": ([f"batch.global={HUGE}", f"batch.micro={HUGE}"], "batch.micro="),
     "rate of 1e38": (["optimizer.lr=1e38"], "optimizer.lr="), "rate of 1e400": (["optimizer.lr=1e400"], "optimizer.lr=inf"),

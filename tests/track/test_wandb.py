@@ -14,7 +14,7 @@ import pytest
 
 from dstrain.recipe import Run, Track
 from dstrain.track import wandb_sink
-from dstrain.track.tracker import Tracker
+from dstrain.track.tracker import Tracker, read_metrics
 from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
 from tests.support.launch import ROOT
 
@@ -145,6 +145,65 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     films = [entry for entry in entries if any(name.startswith("films") for name in entry)]
     assert films and all("video-file" in str(entry) and ".gif" in str(entry) for entry in films)
     assert list((folder / "wandb").glob("offline-run-*/files/media/videos/films*.gif"))
+
+
+KILLED = """
+import os, signal, sys, time, torch
+from pathlib import Path
+from dstrain.recipe import Run, Track
+from dstrain.track import wandb_sink
+from dstrain.track.tracker import Tracker
+patience = float(sys.argv[5])
+wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience
+folder, first, last, kill = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+track = Tracker(Run(steps=20, track=Track(wandb="offline")), folder, parts=("denoiser",), resumed_step=first)
+sink = track._wandb
+def sent():
+    end = time.monotonic() + patience
+    while sink._queue.unfinished_tasks and sink._queue.qsize() and time.monotonic() < end:
+        time.sleep(0.05)
+for done in range(first + 1, last + 1):
+    track.add("denoiser", {"loss": torch.tensor(1.0 / done)})
+    track.report(done, {"lr": 0.25})
+    if done == kill:
+        sent()
+        time.sleep(0.5)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        services = [int(pid) for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert services
+        for pid in services:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+sent()
+sink.close(patience)
+track.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path):
+    """Oracle: the steps reported: each once in wandb's own files, under one id, but those after the kill -9 of its
+    service; metrics.jsonl holds all. Then wandb's own command, which has to see these files as one run.
+    """
+    folder, out = tmp_path / "run", []
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": f"{PATIENCE:g}"}
+    for first, last, kill in ((0, 3, 0), (3, 6, 4), (6, 9, 0)):
+        done = subprocess.run([sys.executable, "-c", KILLED, folder, *map(str, (first, last, kill, PATIENCE))], env=env,
+                              cwd=tmp_path, text=True, timeout=2 * PATIENCE, capture_output=True)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        out.append(done.stdout)
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
+    steps = [int(entry["train/step"]) for entry in recorded(folder)]
+    assert len(steps) == len(set(steps)) and {1, 2, 3, 7, 8, 9} <= set(steps) <= {1, 2, 3, 4, 7, 8, 9}
+    assert "training goes on" in out[1] and "entries were not logged; metrics.jsonl holds all" in out[1]
+    assert "not logged" not in out[0] + out[2]
+    known = (folder / "wandb_id").read_text().strip()
+    names = sorted(path.name for path in (folder / "wandb").glob("offline-run-*"))
+    assert len(names) == 3 and all(name.endswith(known) for name in names)
+    plan = subprocess.run([sys.executable, "-m", "wandb", "sync", "--dry-run", *(f"run/wandb/{name}" for name in names)],
+                          env=env | {"WANDB_SILENT": "false"}, cwd=tmp_path, text=True, timeout=2 * PATIENCE,
+                          capture_output=True)
+    assert plan.returncode == 0 and all(name in plan.stdout + plan.stderr for name in names), plan
 
 
 def closed_port() -> int:
