@@ -139,6 +139,7 @@ def test_bytes_an_element():
     """Oracle: what the safetensors library writes of one element of every type of torch."""
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
              torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
-    header = json.loads(save({str(kind): torch.zeros(1, dtype=kind) for kind in kinds})[8:].partition(b"}}")[0] + b"}}")
+    written = save({str(kind): torch.zeros(1, dtype=kind) for kind in kinds})[8:]
+    header = json.loads(written.partition(b"}}")[0] + b"}}")
     sizes = {entry["dtype"]: entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values()}
     assert sizes == streams.SIZES
