@@ -120,6 +120,9 @@ def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, mon
     for name, whole in tensors().items():
         assert torch.equal(shards.read("master", name), whole.flatten())
     assert len(shards._files._open) == 2
+    with shards:
+        files = list(shards._files._open.values())
+    assert not shards._files._open and all(file.closed for file in files)
 
 
 def test_part_names_do_not_mix(tmp_path):

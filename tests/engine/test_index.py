@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from dstrain.engine import streams
 from dstrain.engine.fragment_files import Fragment, Index, damaged, shard_name
@@ -132,3 +133,13 @@ def test_files_of_a_size(sizes, room, files):
     entries = [Entry(str(number), Stored("F32", (size,), ()), "F32") for number, size in enumerate(sizes)]
     dealt = split(entries, room)
     assert [len(part) for part in dealt] == files and [entry for part in dealt for entry in part] == entries
+
+
+def test_bytes_an_element():
+    """Oracle: what the safetensors library writes of one element of every type of torch."""
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+             torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    written = save({str(kind): torch.zeros(1, dtype=kind) for kind in kinds})[8:]
+    header = json.loads(written.partition(b"}}")[0] + b"}}")
+    sizes = {entry["dtype"]: entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values()}
+    assert sizes == streams.SIZES

@@ -278,3 +278,13 @@ def test_remarks():
     assert settings.remarks(guarded, "cuda") == []
     guarded["bf16"]["check_grad_overflow"] = False
     assert any("NaN" in line for line in settings.remarks(guarded, "cuda"))
+
+
+def test_an_auto_that_nothing_decides():
+    """Oracle: by hand: the key, the section that it stands in, and the remedy; a switch would be read as false."""
+    for settings_, words in (({"steps_per_print": "auto"}, '"steps_per_print" is "auto", which nothing decides: write'),
+                             ({"zero_optimization": {"stage": 2, "round_robin_gradients": "auto"}},
+                              '"zero_optimization.round_robin_gradients" is "auto", which nothing decides within '
+                              'zero_optimization: write a value'),
+                             ({"fp16": {"enabled": "auto"}}, '"fp16.enabled" is "auto", which DeepSpeed reads as false')):
+        assert words in faults(settings_)
