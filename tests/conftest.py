@@ -10,7 +10,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
-LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "faults/test_kills.py",
+LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "engine/test_kill.py",
            "launch/test_resume.py", "launch/test_machines.py", "launch/test_prior.py", "launch/test_moved.py",
            "launch/test_phenaki.py", "test_embed.py", "test_bench.py", "engine/test_phenaki.py", "engine/test_turns.py")
 
