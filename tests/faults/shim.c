@@ -82,16 +82,19 @@ static int disturb_fd(const char *operation, int fd) {
     return disturb(operation, path);
 }
 
-#define OPENED(name, at, call) { \
+#define OPENED(call) { \
     mode_t mode = 0; \
-    if (flags & (O_CREAT | O_TMPFILE)) { va_list rest; va_start(rest, flags); mode = va_arg(rest, mode_t); va_end(rest); } \
+    va_list rest; \
+    va_start(rest, flags); \
+    if (flags & (O_CREAT | O_TMPFILE)) mode = va_arg(rest, mode_t); \
+    va_end(rest); \
     if (disturb("open", path) == 1) return -1; \
     return call; }
 
-int open(const char *path, int flags, ...) OPENED(open, 0, REAL(open)(path, flags, mode))
-int open64(const char *path, int flags, ...) OPENED(open64, 0, REAL(open64)(path, flags, mode))
-int openat(int at, const char *path, int flags, ...) OPENED(openat, 1, REAL(openat)(at, path, flags, mode))
-int openat64(int at, const char *path, int flags, ...) OPENED(openat64, 1, REAL(openat64)(at, path, flags, mode))
+int open(const char *path, int flags, ...) OPENED(REAL(open)(path, flags, mode))
+int open64(const char *path, int flags, ...) OPENED(REAL(open64)(path, flags, mode))
+int openat(int at, const char *path, int flags, ...) OPENED(REAL(openat)(at, path, flags, mode))
+int openat64(int at, const char *path, int flags, ...) OPENED(REAL(openat64)(at, path, flags, mode))
 
 #define HALF(n) ((n) > 1 ? (n) / 2 : (n))
 #define MOVED(operation, n, whole, half) { \

@@ -102,7 +102,7 @@ def test_full_at_a_save(tmp_path, whole, table, moment):
     began = time.monotonic()
     with small_disk(tmp_path / "disk", 32 * MB) as disk:
         folder = disk / "run"
-        life = Life(folder, tmp_path / "log", zero(2), *SHORT)
+        life = Life(folder, tmp_path / "log", zero(2), *SHORT, "every.save=8")      # time until the third fails
         ready = {"between saves": lambda: max(life.saved(), default=0) >= 8,
                  "while a save is written": lambda: life.saved() and any((folder / "checkpoints").glob("step_*.tmp"))}
         filler = fill_at(life, disk, ready[moment], "save")
@@ -137,7 +137,7 @@ def test_full_for_metrics_samples_and_log(tmp_path, whole, table):
         folder = disk / "run"
         life = Life(folder, tmp_path / "log", zero(2), *SHORT, "every.save=0")
         filler = fill_at(life, disk, lambda: max(life.steps(), default=0) >= 8, "step 8")
-        life.wait(lambda: max(life.steps(), default=0) >= 32, "step 32")
+        life.wait(lambda: max(life.steps(), default=0) >= 22, "step 22")
         filler.unlink()
         assert life.end() == 0, life.text()[-4000:]
         assert_sound(folder, life.text())

@@ -53,7 +53,7 @@ def last_step(log: Path) -> int:
 
 
 def watch(life: Life) -> list[Usage]:
-    """Looks at a run about five times a second until it ends."""
+    """Looks at a run after each report until it ends."""
     usages, last, end = [], 0, time.monotonic() + PATIENCE
     while life.process.poll() is None:
         step = last_step(life.log)
@@ -62,7 +62,7 @@ def watch(life: Life) -> list[Usage]:
                 usages.append(usage)
             last, end = step, time.monotonic() + PATIENCE
         assert time.monotonic() < end, f"HANG after step {last}"
-        time.sleep(0.2)
+        time.sleep(0.02)
     assert life.end() == 0 and not crashes(life.text()), life.text()[-4000:]
     return usages
 
