@@ -114,9 +114,9 @@ def test_timesteps_without_mass_are_never_drawn(count):
     plain search and by the table of large draws.
     """
     sampler = LossSecondMomentSampler(4, 1, uniform_prob=0.0)
-    sampler.observe(torch.arange(4), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    t, weights = sampler.sample(torch.full((count,), 0.5))
-    assert t.tolist() == [3] * count and weights.tolist() == [0.5] * count
+    sampler.observe(torch.arange(4), torch.tensor([17.0, 0.0, 0.0, 15.0]))
+    t, weights = sampler.sample(torch.full((count,), 17 / 32))
+    assert t.tolist() == [3] * count and weights.tolist() == pytest.approx([32 / 60] * count)
 
 
 def test_state():
