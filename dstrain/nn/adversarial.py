@@ -74,8 +74,8 @@ class Filter(nn.Conv2d):
 class Judge(Filter):
     """The last convolution, whose bias is added in float64.
 
-    Within the hinge loss's margins real and fake patches pull at the bias with equal and opposite weights. A sum in fp32
-    leaves rounding of them, which depends on the number of ranks and from which Adam makes whole steps; here it is 0.
+    Within the hinge loss's margins real and fake patches pull at the bias with equal and opposite weights. A sum in
+    fp32 leaves rounding, which depends on the number of ranks and of which Adam makes whole steps; here it is 0.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ class PictureLoss:
         values = picture[0].numel()               # LDM balances sums over the values, the reconstruction is a mean
         weight = self.discriminator.weight / values * adversarial.balance(values * of_mean, of_critique)
         example["original"], example["reconstruction"] = truth, picture.detach()
-        return {"critique": critique.detach().float(), "critique_weight": weight}, weight.view(-1, 1, 1, 1) * of_critique
+        terms = {"critique": critique.detach().float(), "critique_weight": weight}
+        return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
         """The hinge loss on originals and on what the first stage made of them in its turn; mean logits of both, (B,);
