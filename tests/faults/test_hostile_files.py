@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.numpy import save as packed
 
@@ -35,7 +34,6 @@ from dstrain.data.source import BadSample
 from dstrain.data.videos import open_videos, read_captions
 from dstrain.disk.sealed import render
 from dstrain.engine import streams, torch_files
-from dstrain.engine.manifest import manifest
 from dstrain.engine.store import Store
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders, trained, weights

@@ -168,7 +168,7 @@ for done in range(first + 1, last + 1):
     if done == kill:
         sent()
         time.sleep(0.5)
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
         services = [int(pid) for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert services
         for pid in services:
