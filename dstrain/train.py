@@ -30,6 +30,7 @@ from dstrain.ranks.stops import Stops
 from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders, hosts
+from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
@@ -64,18 +65,12 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], from_scratch: bool = False, allow_change: bool = False,
-          step: int | None = None, trust_pickle: bool = False) -> int:
-    """Trains to run.steps from the folder's newest whole checkpoint; returns an exit code, DONE or STOPPED.
-
-    from_scratch: an earlier run in the folder is moved aside first. allow_change: it may have been another run. step:
-    goes on from that checkpoint, and newer ones are moved aside. trust_pickle: DeepSpeed's own files are read, which
-    runs what is pickled in them.
-    """
+def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
+    """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     with lock, Watchdog(run.directory, *limits) as watchdog:
-        training = set_up(run, settings, from_scratch, allow_change, step, trust_pickle, watchdog)
+        training = set_up(run, settings, resume, watchdog)
         try:
             done = loop(training)
             finish(training, done)
@@ -200,9 +195,8 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, allow_change: bool, step: int | None,
-           trust_pickle: bool, watchdog: Watchdog) -> Training:
-    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `step`."""
+def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
+    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder = run.directory
     start(run.faults.timeout_minutes)
     watchdog.talk()
@@ -210,7 +204,7 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, allow_change:
     source, held_out_source = open_sources(run.data)
     system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
-    hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), from_scratch, allow_change))
+    hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), resume))
     stops = Stops(folder if group.rank() == 0 else None, run.faults.orphan_check)
 
     for network in system.frozen():
@@ -221,8 +215,8 @@ def set_up(run: Run, settings: dict[str, Any], from_scratch: bool, allow_change:
     notes += [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
     course = Course(run.faults)
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
-                        lambda step: folders.note_saved(folder, step), course, trust_pickle)
-    first = begin(run, engines, ema, saves, system, notes, step)
+                        lambda step: folders.note_saved(folder, step), course, resume.trust_pickle)
+    first = begin(run, engines, ema, saves, system, notes, resume.step)
     if first < (earlier := folders.last_saved(folder)):
         notes.append(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():

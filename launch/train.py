@@ -14,8 +14,7 @@ def main() -> None:
         print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
         from dstrain.train import train
-        raise SystemExit(train(job.run, job.settings, options.from_scratch, options.allow_change, options.step,
-                               options.trust_pickle))
+        raise SystemExit(train(job.run, job.settings, options))
 
 
 if __name__ == "__main__":

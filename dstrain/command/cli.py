@@ -79,8 +79,8 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
                 raise ConfigError(f"{override} stands alone: write {option} {override}")
     return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
                       _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
-                      parsed.dry_run, parsed.print_config, parsed.from_scratch, parsed.allow_change, parsed.step,
-                      parsed.trust_pickle)
+                      parsed.dry_run, parsed.print_config, from_scratch=parsed.from_scratch, step=parsed.step,
+                      allow_change=parsed.allow_change, trust_pickle=parsed.trust_pickle)
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:

@@ -19,7 +19,7 @@ from dstrain.systems.base import System
 
 
 @dataclass(frozen=True)
-class JobOptions:
+class JobOptions(folders.Resume):
     """What was typed."""
 
     recipe: Path
@@ -27,10 +27,6 @@ class JobOptions:
     overrides: tuple[str, ...] = ()
     dry_run: bool = False
     print_config: bool = False
-    from_scratch: bool = False
-    allow_change: bool = False
-    step: int | None = None                  # the checkpoint to go on from; None: the newest
-    trust_pickle: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     _check_step(run, options)
-    folders.check(run, system.fingerprint(source), from_scratch=options.from_scratch, allow_change=options.allow_change)
+    folders.check(run, system.fingerprint(source), options)
     return remarks if options.print_config else remarks + probe(run, system, source)
 
 

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +27,17 @@ from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, rewo
 from dstrain.systems import config_class
 
 
-def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How a command begins in its folder; as it stands, it goes on from the newest checkpoint."""
+
+    from_scratch: bool = False               # begins anew; what the folder holds is moved aside
+    allow_change: bool = False               # goes on although the recipe or the data changed
+    step: int | None = None                  # goes on from this checkpoint; newer ones are moved aside
+    trust_pickle: bool = False               # reads DeepSpeed's own files, and runs what is pickled in them
+
+
+def check(run: Run, fingerprint: str, resume: Resume) -> None:
     """ConfigError with the remedy: this run may not start or go on in its folder. Changes nothing.
 
     What was lost is never trained again in silence: `saved` is 0 from the start until the first checkpoint, so without
@@ -35,7 +46,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
     folder = run.directory
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"folder={folder} is a file; name a folder")
-    if from_scratch or not folder.exists():
+    if resume.from_scratch or not folder.exists():
         return
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
@@ -49,7 +60,7 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
     if lost := _lost(folder):
         raise ConfigError(f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the "
                           "rest aside")
-    if allow_change or not last_saved(folder):       # without a saved step, no run would be changed
+    if resume.allow_change or not last_saved(folder):       # without a saved step, no run would be changed
         return
     if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
@@ -59,10 +70,10 @@ def check(run: Run, fingerprint: str, *, from_scratch: bool, allow_change: bool)
                           f"{earlier!r} before; put the files back, name another folder=, or give --allow-change")
 
 
-def prepare(run: Run, fingerprint: str, from_scratch: bool, allow_change: bool) -> None:
+def prepare(run: Run, fingerprint: str, resume: Resume) -> None:
     """`check` under the claim, before anything is written; then moves an earlier run aside where that was asked for."""
-    check(run, fingerprint, from_scratch=from_scratch, allow_change=allow_change)
-    if from_scratch:
+    check(run, fingerprint, resume)
+    if resume.from_scratch:
         with writing(run.directory):
             set_aside(run.directory)
 

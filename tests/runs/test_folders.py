@@ -24,7 +24,7 @@ def run(folder: Path, *overrides: str) -> Run:
 
 
 def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
-    folders.check(wanted, mark, from_scratch=from_scratch, allow_change=allow_change)
+    folders.check(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
 
 
 def refusal(wanted: Run, mark: str = MARK, **flags: bool) -> str:
