@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Save
+from dstrain.recipe import ConfigError, NotRead, Save
 
 
 class Stateful(Protocol):
@@ -182,7 +183,17 @@ class Checkpoints:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
-        """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile."""
+        """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile.
+
+        ConfigError: it does not fit, or is not trusted. NotRead: it was whole a moment ago, and its storage fails now.
+        """
+        try:
+            self._load(path)
+        except (OSError, SafetensorError) as error:
+            raise NotRead(f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
+                          "is whole; the same command goes on when the storage is back") from error
+
+    def _load(self, path: Path) -> None:
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
                               "you know where they come from, give --trust-pickle")

@@ -20,7 +20,7 @@ class NotSaved(OSError):
 
 
 class NotRead(OSError):
-    """The command ends because the storage under its data fails, so that none of the files is at fault."""
+    """The command ends because the storage under its data or checkpoints fails, so that no file is at fault."""
 
 
 @contextmanager
