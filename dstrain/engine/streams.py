@@ -78,7 +78,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             if type(first) is not int or type(last) is not int or not 0 <= first <= last <= room:
-                raise ConfigError("offsets outside of the file")
+                raise ConfigError("offsets outside of the file: it is truncated or altered")
             span = Span(path, 8 + length + first, last - first)
             tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), (span,))
             if span.nbytes != tensors[name].numel * SIZES[entry["dtype"]]:

@@ -77,7 +77,7 @@ WRONG = {
     "width of 2**62": ([f"model.hidden_size={2 ** 62}", "model.num_heads=2"], "model has more than"),
     "width of 6*10**8": (["model.hidden_size=600000000"], "model has more than any machine holds"),
     "depth of 10**30": ([f"model.depth={HUGE}"], "model.depth"), "depth of 10**8": (["model.depth=100000000"], "model has more than any machine holds"),
-    "classes of 10**15": (["model.num_classes=1000000000000000"], "model has more than any machine holds"),
+    "classes of 10**15": (["model.num_classes=1000000000000000"], "write model.num_classes=10"),
     "image of 65,536": (["data.image_size=65536"], "model has more than any machine holds"),
     "image of 10**9": (["data.image_size=1000000000"], "data.image_size="), "image of 2**63": ([f"data.image_size={2 ** 63}"], "data.image_size="),
     "negative width": (["model.hidden_size=-192"], "model.hidden_size=-192"), "no heads": (["model.num_heads=0"], "model.num_heads=0"),
