@@ -2,9 +2,10 @@
 
 A launcher ends all ranks when one has died. Ranks that were started by hand, or by srun without --kill-on-bad-exit,
 would wait for it until faults.timeout_minutes, where they have not met yet or compute on GPUs. So each rank writes its
-pid into a file of the launch, in the folder for temporary files, and looks at those of the others.
+pid into a file of the launch, in the folder for temporary files, and looks at those of the others. Ranks of one launch
+have one parent, their launcher or the script that started them: two commands on one machine never know each other.
 
-    TMP/dstrain-UID/LAUNCH/RANK        pid and start time; removed by a rank that ends as it should
+    TMP/dstrain-UID/LAUNCH/RANK-PID    start time of the process; removed by a rank that ends as it should
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from dstrain.ranks.processes import identity
 
 Process = tuple[int, str]                    # pid and start time
 
-_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")      # what ranks of one launch share
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")      # what a launch shares, too
 
 
 class Presence:
@@ -46,33 +47,34 @@ class Presence:
             if folder.parent.stat().st_uid != os.getuid():           # pids that others wrote would be believed
                 return
             temporary = folder / f".{os.getpid()}"
-            temporary.write_text(f"{os.getpid()} {identity(os.getpid())}")
-            temporary.rename(folder / str(place().rank))
+            temporary.write_text(identity(os.getpid()))
+            temporary.rename(folder / f"{place().rank}-{os.getpid()}")
         except OSError:
             return
-        self._file = folder / str(place().rank)
+        self._file = folder / f"{place().rank}-{os.getpid()}"
         threading.Thread(target=self._watch, name="presence", daemon=True).start()
 
     def others(self) -> dict[int, Process]:
         """The other ranks of this launch here that have not left, dead ones included.
 
-        A file that an earlier launch has left is known by its age, unless its process lives.
+        The first process of a rank that was seen alive stays the one that counts, whatever is started beside it. A file
+        that an earlier launch has left is known by its age.
         """
-        others, mine = {}, self._file
-        for path in mine.parent.glob("[0-9]*") if mine else ():
+        dead, present, mine = {}, set(), self._file
+        for path in sorted(mine.parent.glob("[0-9]*-*")) if mine else ():
             try:
-                pid, born = path.read_text().split()
-                written = path.stat().st_mtime
+                rank, pid = map(int, path.name.split("-"))
+                process, written = (pid, path.read_text()), path.stat().st_mtime
             except (OSError, ValueError):                            # it has just left
                 continue
-            if path == mine:
+            if rank == place().rank:
                 continue
-            rank, process = int(path.name), (int(pid), born)
-            if identity(process[0]) == born:
-                self._alive[rank] = process
-            if written >= self._began or self._alive.get(rank) == process:
-                others[rank] = process
-        return others
+            present.add((rank, process))
+            if identity(pid) == process[1]:
+                self._alive.setdefault(rank, process)
+            elif written >= self._began:
+                dead[rank] = process
+        return {rank: process for rank, process in (dead | self._alive).items() if (rank, process) in present}
 
     def leave(self) -> None:
         """This rank ends as it should: the others go on."""
@@ -107,8 +109,9 @@ def _launch() -> str:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         processes = ""
-    words = [socket.gethostname(), processes, *(os.environ.get(name, "") for name in _LAUNCH)]
-    return hashlib.sha1("\0".join(words).encode()).hexdigest()[:16]
+    parent = os.getppid()
+    words = [socket.gethostname(), processes, parent, identity(parent), *map(os.environ.get, _LAUNCH)]
+    return hashlib.sha1(repr(words).encode()).hexdigest()[:16]
 
 
 def _began() -> float:

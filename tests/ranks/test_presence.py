@@ -90,10 +90,23 @@ def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
     time.sleep(0.5)
     killed.kill()
     killed.wait()
-    assert len(list((tmp_path / "temporary").glob("dstrain-*/*/1"))) == 1
+    assert len(list((tmp_path / "temporary").glob("dstrain-*/*/1-*"))) == 1
     time.sleep(1)
     later = rank(0, "wait", "go")
     wait_for(tmp_path / "0")
     time.sleep(6)
     (tmp_path / "go").touch()
     assert later.wait(120) == 0, later.communicate()[0]
+
+
+def test_a_wrong_command_beside_a_run_ends_nobody(rank, tmp_path):
+    """Oracle: completion: a second start of the same ranks, over the same port, fails while the first is at work."""
+    ranks = [rank(number, "wait", "go") for number in (0, 1)]
+    for number in (0, 1):
+        wait_for(tmp_path / str(number))
+    time.sleep(3)                                                # they have seen each other
+    wrong = [rank(number, "wait", "0", 2) for number in (0, 1)]
+    assert [process.wait(120) for process in wrong] == [2, 2]
+    time.sleep(6)
+    (tmp_path / "go").touch()
+    assert [process.wait(120) for process in ranks] == [0, 0], [process.communicate()[0] for process in ranks]
