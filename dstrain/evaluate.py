@@ -162,7 +162,7 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
 
 
 def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    path, data, labelled = str(Path(options.data).expanduser()), run.data, classes is not None and classes > 1
+    path, data, labelled = os.path.expanduser(options.data), run.data, classes is not None and classes > 1
     pairs = "pairs" in systems.config_class(run.system).learns_from
     if options.split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {options.split}")

@@ -16,7 +16,7 @@ from types import FrameType
 
 from dstrain.ranks import endings
 from dstrain.ranks.processes import descendants
-from dstrain.recipe import Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.runs import folders
 
 FRUITLESS = 4                                # starts in a row that save no step, after which it gives up
@@ -82,10 +82,14 @@ class _Supervisor:
     def _start(self, words: list[str]) -> int:
         """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
-            self._process = subprocess.Popen(words, env=endings.asking(file.name), start_new_session=True)
+            try:
+                self._process = subprocess.Popen(words, env=endings.asking(file.name), start_new_session=True)
+            except OSError as error:
+                raise ConfigError(f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
+                                  "as deepspeed or python") from None
             code = self._process.wait()
             self._end_the_rest()
-            if self._folder.exists():
+            if (self._folder / "run.yaml").exists():
                 folders.claim(self._folder).close()                  # rank 0 may run on another machine
             noted = endings.noted(file.name)
         if self._signal and endings.STOPPED in noted:
@@ -181,6 +185,8 @@ def _reason(code: int) -> str:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-    """The arguments of launch/train.py in a command line; ValueError where it is not there."""
+    """The arguments of launch/train.py in a command line. ConfigError: it is not there."""
     names = [Path(word).name for word in words]
+    if "train.py" not in names:
+        raise ConfigError("write the command behind --, for example: launch/keep.py -- deepspeed launch/train.py")
     return list(words[names.index("train.py") + 1:])

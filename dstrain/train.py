@@ -87,7 +87,6 @@ def loop(training: Training) -> int:
     """Takes steps until the run is complete or stopped early, and saves the last one; returns how many are done."""
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
-    training.watchdog.at(done, "samples of step")
     catch_up(training, done)
     while done < run.steps and not stop:
         training.watchdog.at(done + 1)
@@ -107,7 +106,6 @@ def loop(training: Training) -> int:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
         if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate)):
-            training.watchdog.at(done, "save and samples of step")
             with throughput.paused():
                 record(training, done, stop)
     if stop:
@@ -126,6 +124,7 @@ def record(training: Training, done: int, stop: bool) -> None:
     best = loss is not None and training.saver.improves(loss)
     routine = (due(every.save, done) or best) and not training.course.state.in_a_row
     if routine or last:
+        training.watchdog.at(done, "save of step")
         training.saves.save(done, last, loss, routine)            # training goes on while it is written
     if due(every.sample, done, last) and not stop:
         show(training, done)
@@ -274,6 +273,7 @@ def finish(training: Training, done: int) -> None:
 
 def show(training: Training, done: int) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
+    training.watchdog.at(done, "samples of step")
     system, samples, networks = training.system, training.run.samples, training.engines.modules
     chunk = min(training.micro, -(-samples.num // group.world()))
     data: dict[str, Tensor] = {}
@@ -302,6 +302,7 @@ def evaluate(training: Training, done: int) -> float | None:
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
+        batches = training.watchdog.each(batches, done, "evaluation of step")
         return score(training.system, training.engines.modules, batches, curves)
 
     raw = {f"raw/{name}": value for name, value in means({}).items()}

@@ -1,5 +1,6 @@
 """Makes a run's folder of weights from elsewhere: python launch/import.py FILE --recipe RECIPE --out RUN [key=value]"""
 
+import os
 from pathlib import Path
 
 from dstrain.command import arguments, cli
@@ -39,7 +40,7 @@ def _options(argv: list[str] | None = None):
             raise cli.ConfigError(f"name {option}; --help shows how")
     run = cli.load_recipe(words["recipe"], Path(__file__).resolve().parents[1], overrides)
     from dstrain.adopt import AdoptOptions
-    return AdoptOptions(Path(weights).expanduser(), run, words["out"])
+    return AdoptOptions(Path(os.path.expanduser(weights)), run, words["out"])
 
 
 def main() -> None:

@@ -32,11 +32,7 @@ def _options(argv: list[str]) -> tuple[KeepOptions, cli.JobOptions]:
     parser.add_argument("--restart-on-stop", "--restart_on_stop", action="store_true")
     words = parser.words(argv[:split])
     command = argv[split + 1:]
-    try:
-        job = cli.train_arguments(Path(__file__).resolve().parents[1], command_of(command))
-    except ValueError:
-        raise cli.ConfigError("write the command behind --, for example: launch/keep.py -- deepspeed launch/train.py"
-                              ) from None
+    job = cli.train_arguments(Path(__file__).resolve().parents[1], command_of(command))
     if job.dry_run or job.print_config:
         raise cli.ConfigError("--dry-run and --print-config end at once: give them without launch/keep.py")
     return KeepOptions(tuple(command), **words), job

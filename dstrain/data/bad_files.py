@@ -21,6 +21,8 @@ class BadFiles:
         self.limit = max(1, int(max_fraction * size + 1e-9)) if max_fraction > 0 else 0
         self.size, self.max_fraction = size, max_fraction
         self.names: set[str] = set()
+        if self.path is not None and self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"{self.path} is no regular file: remove it")
         self._read = 0                                 # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
@@ -68,8 +70,9 @@ class BadFiles:
 
 def listed(folder: Path) -> int:
     """Number of files in the list of a run's folder; 0 where there is none."""
+    path = folder / "bad_files.txt"
     try:
-        return len(set(_names((folder / "bad_files.txt").read_bytes())))
+        return len(set(_names(path.read_bytes()))) if path.is_file() else 0
     except OSError:
         return 0
 

@@ -149,6 +149,8 @@ class Batches(AbstractContextManager):
                 batch = next(reader, None)
                 if batch is not None:
                     self._bad.add(batch.pop(_BAD))
+                if batch is not None and self.num_workers and self.device.type == "cpu":
+                    batch = {name: tensor.clone() for name, tensor in batch.items()}     # a worker's holds a descriptor
             except (ConfigError, NotRead) as error:  # a worker's comes wrapped in the worker's traceback
                 kind, text = type(error), str(error).strip()
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])

@@ -19,17 +19,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dstrain.ranks import endings, group
 from dstrain.ranks.presence import presence
 from dstrain.ranks.processes import identity, stopped
+
+T = TypeVar("T")
 
 STEP = "step"
 _FIRST = 5                                   # steps before a median is trusted
@@ -92,6 +94,12 @@ class Watchdog(AbstractContextManager):
         if before == STEP:
             self._steps.append(now - since)
         self._now = (phase, step, now)
+
+    def each(self, batches: Iterable[T], step: int, phase: str) -> Iterator[T]:
+        """The batches, each of them a phase of its own."""
+        for batch in batches:
+            self.at(step, phase)
+            yield batch
 
     def lost(self, error: BaseException) -> None:
         """If an error tells that the others are lost: writes the stacks after a timeout, ends suspended ranks here.
@@ -219,7 +227,7 @@ class Watchdog(AbstractContextManager):
         me = self._stand()
         text = (f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
                 f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
-                "goes on")
+                "goes on. If it was no hang, raise faults.hang_seconds (a step) or faults.timeout_minutes (all else)")
         print(f"error: {text}", file=sys.stderr, flush=True)
         if me.rank == 0 or me.rank == 1 and reasons[0].startswith("rank 0 "):
             with open(self._folder / "log.txt", "a", encoding="utf-8") as log:

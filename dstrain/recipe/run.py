@@ -68,7 +68,7 @@ class Data(Section):
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
-        return path and _short(str(Path(path).expanduser()) if path.startswith("~") else path)
+        return path and _short(os.path.expanduser(path))
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
@@ -246,7 +246,7 @@ class Run(Section):
     @field_validator("folder", "init_from")
     @classmethod
     def _expand(cls, path: Path | None) -> Path | None:
-        return path and Path(_short(str(path.expanduser())))
+        return path and Path(_short(os.path.expanduser(path)))
 
     @model_validator(mode="after")
     def _agree(self) -> "Run":

@@ -90,7 +90,7 @@ def give_a_scale(parent: Parent) -> None:
 
 
 def read_a_value(parent: Parent) -> None:
-    nn.init.constant_(parent.out.weight, torch.linspace(0, 1, 3).tolist()[1])
+    nn.init.constant_(parent.out.weight, torch.full((3,), 0.5).tolist()[1])
 
 
 def a_buffer(parent: Parent) -> None:

@@ -27,7 +27,7 @@ def test_all_finite(values):
 def test_a_run_that_diverges(tmp_path, stage):
     """Oracle: the policy of nonfinite.py: back to the only save from before, then exit code 3 and a finite save."""
     folder = tmp_path / "run"
-    words = train(folder, stage, "optimizer.lr=1e25", "optimizer.warmup=0", "every.save=1", "every.report=1",
+    words = train(folder, stage, "optimizer.lr=1e9", "optimizer.warmup=0", "every.save=1", "every.report=1",
                   "faults.max_skipped=3")
     output = finish(words, code=3)
     assert "4 steps in a row had gradients that are not finite, and were skipped" in output

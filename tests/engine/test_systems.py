@@ -15,6 +15,7 @@ from tests.support.launch import ROOT, environment
 
 pytestmark = pytest.mark.slow
 WAYS = [f"2/2 -> {world}/{stage}" for world, stages in PLACES.items() for stage in stages]
+LOSSES = {"vae": 1e-4, "tokenizer": 1e-4}             # relative; two networks against each other; else 1e-5
 WAYS.append("4/3 -> {}/{}".format(*BACK))
 
 
@@ -33,12 +34,12 @@ def checked(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_goes_on_elsewhere(checked, case, way):
     """Oracle: the run that was not interrupted, on 2 ranks at stage 2 (ways are written ranks/stage): the same samples
-    in each global batch; every loss of 20 further steps within 1e-5 (5 of the tokenizer, see STEADY) with the recipe's
+    in each global batch; every loss of 20 further steps within LOSSES (5 of the tokenizer, see STEADY) with the recipe's
     own optimizer; EMA, masters, what a system learns on the side.
     """
     found = {name: value for figures in checked[1].values() for name, value in figures.items()}[f"{case} {way}"]
     assert found["same"] and found["distinct"] == 8 * AFTER and found["skipped"] == 0
-    assert max(found["losses"].values()) < 1e-5
+    assert max(found["losses"].values()) < LOSSES.get(case, 1e-5)
     if case in STEADY:
         return
     averages = [kind for kind in found["apart"] if kind.startswith("ema.")]
