@@ -28,7 +28,7 @@ from dstrain.ranks import group
 from dstrain.ranks.endings import DONE, STOPPED
 from dstrain.ranks.stops import Stops
 from dstrain.ranks.watchdog import Watchdog
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, NotSaved, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
@@ -74,7 +74,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
         try:
             done = loop(training)
             finish(training, done)
-        except RuntimeError as error:
+        except (RuntimeError, FloatingPointError, NotSaved) as error:
             watchdog.lost(error)
             training.tracker.note(group.fall(error))
             raise

@@ -95,6 +95,11 @@ def _path_problems(run: Run) -> list[str]:
                 if path is not None and (problem := _data_path_problem(key, path))]
     if run.data.held_out and run.data.path.startswith("builtin:"):
         problems.append(f"data.held_out={run.data.held_out}: {run.data.path} holds out images itself: leave it out")
+    paths = [os.path.join(os.path.realpath(path), "") for path in (run.data.path, run.data.held_out_path or "") if path]
+    if not problems and len(paths) == 2 and (paths[0].startswith(paths[1]) or paths[1].startswith(paths[0])):
+        problems.append(f"data.held_out_path={run.data.held_out_path} and data.path={run.data.path} share files, and "
+                        "evaluation would see what was trained on: name a folder beside it, or write "
+                        "data.held_out=0.02")
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
     if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):

@@ -6,16 +6,19 @@
     cat_1.png        ADM's convention: not read, but named where a model needs labels
 """
 
-import json
+import os
 import re
 from pathlib import Path
 
 from dstrain.data.source import Source
+from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
 LABELS = "dataset.json"
 _LARGEST = 1 << 20                         # label in a dataset.json
-_SPLIT = re.compile(r"(train|training|val|valid|validation|test|testing)([-_]?\d{4})?", re.IGNORECASE)
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
+_BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}     # train_images, testB
+_MOST = 1 << 30                            # bytes of a dataset.json: ten million files
 _ASKED = 2000                              # names that are searched for a prefix
 
 
@@ -26,11 +29,11 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
     its labels are no whole numbers.
     """
     path = root / LABELS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = small.read_json(path, _MOST)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
                           "or take it away, and folders are the classes") from None
     if not isinstance(content, dict) or "labels" not in content:
@@ -45,19 +48,27 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
     if wrong:
         raise ConfigError(f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_LARGEST - 1:,} (of "
                           f"{wrong[0]!r}): write those, or take the file away, and folders are the classes")
+    if len(labels) < len(rows):
+        raise ConfigError(f"{key}={root}: {LABELS} names a file twice: leave one label for each file")
     return labels
 
 
 def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: the class folders of a data folder are its splits, train and val."""
-    splits = [name for name in folders if _SPLIT.fullmatch(name)]
+    splits = [name for name in folders if _is_split(name)]
     if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
         return
-    train = next((name for name in splits if name.lower().startswith("train")), splits[0])
+    train = next((name for name in splits if "train" in name.lower()), splits[0])
     others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
     unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
     raise ConfigError(f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}"
                       f"{unseen}")
+
+
+def _is_split(name: str) -> bool:
+    """Whether a folder's name is that of a split: train, val2017, training_set, seg_test, trainA."""
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower())
+    return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _BESIDE
 
 
 def require_classes(path: str, source: Source, held_out: Source | None, number: int | None, field: str = "",

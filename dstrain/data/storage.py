@@ -6,12 +6,12 @@ learn from other samples than the next one: it is asked again, and then ends the
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dstrain.disk.small import kind_of
 from dstrain.recipe import ConfigError
 
 _STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE,
@@ -19,7 +19,6 @@ _STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR,
             errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
             errno.ENETUNREACH, errno.ESHUTDOWN}
 _TRIES = 4
-_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
 
 
 def with_retries(read: Callable[[], Any]) -> Any:
@@ -56,9 +55,7 @@ def _transient(error: Exception) -> bool:
 
 def require_regular(path: str | os.PathLike) -> None:
     """ConfigError: it is no file, and opening it may wait for ever. OSError: it is not there."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "a device")
+    if kind := kind_of(path):
         raise ConfigError(f"it is {kind}, and no file")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MEGABYTE = 1 << 20
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
 _DEEPEST = 64                                        # levels of lists and sections in a JSON file
 
 
@@ -46,16 +47,24 @@ def parse_json(text: str | bytes, **hooks: Callable[..., Any]) -> Any:
     return value
 
 
-def require_file(path: str | os.PathLike) -> None:
-    """OSError: `path` is no regular file, so opening it may wait for ever, and reading it may not end."""
+def kind_of(path: str | os.PathLike) -> str | None:
+    """What stands at `path`, None for a regular file: opening others may wait for ever, or reading may not end.
+
+    OSError: it is not there.
+    """
     try:
         mode = os.stat(path).st_mode
     except ValueError:                               # a NUL, which Python finds before the system is asked
         raise OSError(errno.EINVAL, "a path cannot hold a NUL", str(path)) from None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no regular file", str(path))
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for test, name in _KINDS if test(mode)), "a device")
+
+
+def require_file(path: str | os.PathLike) -> None:
+    """OSError: `path` is no regular file."""
+    if kind := kind_of(path):
+        raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
 def line_of(path: Path, most: int = 4096) -> str | None:

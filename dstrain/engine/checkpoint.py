@@ -108,7 +108,7 @@ class Checkpoints:
         steps = self.store.good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
         if course.rollbacks >= course.faults.max_rollbacks:
             reason = (f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
-                      f"{course.faults.max_rollbacks})")
+                      f"{course.faults.max_rollbacks}: a higher number lets it go back again)")
         elif (newest := self.store.newest(self.saver.report, among=steps)) is None:
             reason = "No checkpoint from before that is left to go back to"
         elif (newest[1] / "deepspeed").is_dir() and not self._trust_pickle:

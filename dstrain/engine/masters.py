@@ -86,7 +86,7 @@ class Masters:
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
         self._overflows: list[bool] = []                                  # of the step that ends, in fp16
         if self._searches_scale:
-            self._zero.loss_scaler.raise_error_at_min_scale = False       # nonfinite.SkippedSteps ends a run instead
+            self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
             self._zero._update_scale = self._overflows.append
 
     def _find_stage0(self) -> None:

@@ -7,6 +7,7 @@ started it still run, or its ssh session on another machine. A second Ctrl-C end
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -38,8 +39,9 @@ class Stops:
 
     def settle(self) -> None:
         """Removes the stop file, so that the same command goes on next time."""
-        if self._file:
-            self._file.unlink(missing_ok=True)
+        if self._file and self._file.exists():
+            with suppress(OSError):                           # the run is saved in any case
+                self._file.rmdir() if self._file.is_dir() else self._file.unlink()
 
     def restore(self) -> None:
         """Puts the earlier handlers back."""

@@ -217,6 +217,12 @@ class Faults(Section):
     hang_factor: NonNegative = 20            # times the median step, after which a step hangs; 0: only the timeout
     hang_seconds: NonNegative = 300          # and no step hangs before
 
+    @model_validator(mode="after")
+    def _agree(self) -> "Faults":
+        _refuse((0 < self.hang_factor < 1, f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
+                 "usual does not hang: write a number above 1, or 0 for faults.timeout_minutes alone"))
+        return self
+
 
 class Run(Section):
     name: str = Field("dit-small", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)

@@ -137,7 +137,9 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
 def _lock(folder: Path) -> IO[str]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / ".lock", "a", encoding="utf-8")
+        # Without waiting for the reader of a pipe.
+        return open(folder / ".lock", "a", encoding="utf-8", opener=lambda path, flags: os.open(
+            path, flags | os.O_NONBLOCK, 0o666))
 
 
 def writing(folder: Path) -> AbstractContextManager[None]:

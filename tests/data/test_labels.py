@@ -73,6 +73,9 @@ def test_held_out_images_without_classes(tmp_path):
     assert lines("vae-small", *words)[:2] == [f"data: {two}: 20 images, 2 classes of 10, no captions",
                                               f"held out: {val}: 4 images, no classes, no captions"]
     assert open_images(two, 16, split="held_out", held_out_path=val).classes == ()
+    for seen in (two, next(path for path in two.iterdir() if path.is_dir()), two.parent):                    # samples that would be trained on
+        (problem,) = lines("vae-small", *words[:2], f"data.held_out_path={seen}")
+        assert problem.startswith(f"data.held_out_path={seen} and data.path={two} share files")
 
 
 @pytest.mark.parametrize("names, expected", [
@@ -82,7 +85,9 @@ def test_held_out_images_without_classes(tmp_path):
     (("train2017", "val2017"), "data.path={0}/train2017, and for evaluation data.held_out_path={0}/val2017"),
     (("training", "test", "cats"), "data.path={0}/training"),
     (("train",), "train are splits, not classes: write data.path={0}/train"),
-    (("train", "bus", "car"), None), (("trains", "tests"), None)])
+    (("seg_train", "seg_test"), "data.path={0}/seg_train, and for evaluation data.held_out_path={0}/seg_test"),
+    (("trainA", "testA"), "data.path={0}/trainA"), (("training_set", "test_set"), "data.path={0}/training_set"),
+    (("train", "bus", "car"), None), (("trains", "tests"), None), (("freight_train", "test_tube"), None)])
 def test_splits_are_no_classes(tmp_path, names, expected):
     """Oracle: the names: splits are refused with the paths to write, for images and clips; one `train` among other
     vehicles is a class.
@@ -126,7 +131,7 @@ def test_labels_in_dataset_json(tmp_path):
     assert open_images(root, 16).classes == () and len(open_images(root, 16)) == 4
     for text, message in (('{"labels": [["00000/img0.png", 1]]}', "no label of 00000/img1.png and 2 more"),
                           ('{"labels": [["a", [0.5, 1]]]}', "no whole numbers"), ('{"labels": [["a", -1]]}', "numbers"),
-                          ('{"labels": [3]}', "no whole numbers"), ('{"labels"', "cannot be read")):
+                          ('{"labels": [3, 4]}', "no whole numbers"), ('{"labels": [["a", 1], ["a", 2]]}', "a file twice"), ('{"labels"', "cannot be read")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:
             open_images(root, 16)

@@ -50,9 +50,12 @@ def test_what_is_no_file_is_not_opened(tmp_path):
     for index in (0, 1):
         with pytest.raises(BadSample, match="is a FIFO"):
             videos.read(index)
-    for name in ("index.json", "encoding.json", "shard_00000.safetensors", "dataset.json"):
+    for name in ("index.json", "encoding.json", "shard_00000.safetensors"):
         os.mkfifo(root / name)
     assert not is_encoded(root) and len(open_images(root, 16)) == 5
+    os.mkfifo(root / "dataset.json")                                    # labels may stand there
+    with pytest.raises(ConfigError, match="dataset.json cannot be read .*FIFO"):
+        open_images(root, 16)
     os.mkfifo(tmp_path / "captions.tsv")
     with pytest.raises(ConfigError, match="captions.tsv is no file"):
         open_videos(folder_of_clips(tmp_path / "w"), CUT, captions=tmp_path / "captions.tsv")

@@ -68,6 +68,7 @@ WRONG = {
     "guidance of 1e300": (["samples.guidance_scale=1e300"], "samples.guidance_scale="),
     "share of nan": (["data.max_bad_fraction=.nan"], "data.max_bad_fraction=nan"),
     "minutes of inf": (["faults.timeout_minutes=.inf"], "faults.timeout_minutes=inf"),
+    "a hang before its time": (["faults.hang_factor=0.5"], "faults.hang_factor=0.5"),
     "seed of 10**30": ([f"seed={HUGE}"], "seed="), "warm-up of 10**30": ([f"optimizer.warmup={HUGE}"], "optimizer.warmup="),
     "save every 10**30": ([f"every.save={HUGE}"], "every.save="), "label of 10**30": ([f"samples.labels=[{HUGE}]"], "samples.labels"),
     "seed of samples": ([f"samples.seed={HUGE}"], "samples.seed"), "10**12 samples": (["samples.num=1000000000000"], "samples.num="),
