@@ -87,6 +87,8 @@ class _Supervisor:
             except OSError as error:
                 raise ConfigError(f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
                                   "as deepspeed or python") from None
+            if self._signal:                                         # it came while the command was being started
+                self._pass_on(self._signal)
             code = self._process.wait()
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():

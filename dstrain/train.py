@@ -210,12 +210,16 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks())
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = described(run.data, source, held_out_source, folder)
+    notes = described(run.data, source, held_out_source, folder) if group.rank() == 0 else []
+    if run.save.format == "deepspeed":
+        notes.append("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
     notes += [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
     course = Course(run.faults)
     saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
                         lambda step: folders.note_saved(folder, step), course, resume.trust_pickle)
     first = begin(run, engines, ema, saves, system, notes, resume.step)
+    if resume.allow_change:
+        course.forgive()
     if first < (earlier := folders.last_saved(folder)):
         notes.append(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
@@ -247,9 +251,8 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     if step > run.steps:
         raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
                           "steps=, or begin anew with --from-scratch")
-    if request is not None and group.rank() == 0:
-        folders.set_newer_aside(run.directory, step)
-    group.barrier()
+    if request is not None:
+        hosts.on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:
         if run.init_from is not None:
             for part, (values, changed) in fitted(run.init_from, system).items():

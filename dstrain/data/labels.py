@@ -81,7 +81,8 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
     if number is None or classes == number:
         pass
     elif classes:
-        raise ConfigError(f"data.path={path} has {classes} classes, and the model learns {number}: write "
+        count = f"{classes} classes" if classes > 1 else "1 class"
+        raise ConfigError(f"data.path={path} has {count}, and the model learns {number}: write "
                           f"model.{field}={classes} (weights of init_from then lose their table of labels)")
     elif number > 1:
         remedy = f", or write {without} for a model without labels" if without else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dstrain.disk.small import kind_of
+from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
 _STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE,
@@ -55,11 +55,10 @@ def _transient(error: Exception) -> bool:
 
 def require_regular(path: str | os.PathLike) -> None:
     """ConfigError: it is no file, and opening it may wait for ever. OSError: it is not there."""
-    if kind := kind_of(path):
+    if kind := small.kind_of(path):
         raise ConfigError(f"it is {kind}, and no file")
 
 
 def read_text(path: Path) -> str:
     """A caption: the text of a file without the white space around it."""
-    require_regular(path)
-    return path.read_text(encoding="utf-8").strip()
+    return small.read_text(path).strip()

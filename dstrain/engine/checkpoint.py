@@ -106,7 +106,7 @@ class Checkpoints:
         course = self.course
         self.saver.settle()
         steps = self.store.good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
-        if course.rollbacks >= course.faults.max_rollbacks:
+        if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
             reason = (f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
                       f"{course.faults.max_rollbacks}: a higher number lets it go back again)")
         elif (newest := self.store.newest(self.saver.report, among=steps)) is None:
@@ -132,7 +132,9 @@ class Checkpoints:
         """
         check_weights(self._engines.masters, step, self.store)
         common, course = self._common(), self.course.state
-        extra = {"kind": TROUBLE if course.in_a_row else ROUTINE if routine else STOP, "course": course.model_dump()}
+        # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
+        extra = {"kind": TROUBLE if course.in_a_row else ROUTINE if routine else STOP, "course": course.model_dump(),
+                 "stays": sorted({target for _, target in course.rollbacks})}
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last, extra=extra)
 

@@ -6,7 +6,8 @@
                   learns from batch s + shift, and shift grows so far that the data never go back. Noise and dropout
                   belong to the batch; learning rate, EMA and the systems' own schedules follow s.
     Once more     Trouble before a newer checkpoint is saved: that one is held for bad, and the one before it is taken.
-    The end       After faults.max_rollbacks of them, or with no checkpoint left, FloatingPointError: exit code 3.
+    The end       After faults.max_rollbacks of them since the run began or was changed (--allow-change), or with no
+                  checkpoint left, FloatingPointError: exit code 3. The checkpoints that it went back to stay.
 
 All this is state of the run. It stands in the manifest of every checkpoint, and it follows from means over all ranks,
 so it is equal on all of them. A run that is killed in the middle of trouble, or just after it went back, meets the same
@@ -35,6 +36,7 @@ class State(BaseModel):
     in_a_row: NonNegativeInt = 0                            # of these the latest
     shift: NonNegativeInt = 0                               # step s learns from batch s + shift
     rollbacks: list[tuple[NonNegativeInt, NonNegativeInt]] = []      # steps done, step of the checkpoint gone back to
+    forgiven: NonNegativeInt = 0                            # of these: before a user changed the run
     losses: dict[str, list[FiniteFloat]] = {}               # by part, of the last WINDOW steps; with faults.spike only
 
 
@@ -77,7 +79,12 @@ class Course:
     def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
         """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
-        self.state = parse(saved).model_copy(update={"shift": clock - step, "rollbacks": rollbacks})
+        self.state = parse(saved).model_copy(update={"shift": clock - step, "rollbacks": rollbacks,
+                                                           "forgiven": self.state.forgiven})
+
+    def forgive(self) -> None:
+        """A user has changed the run: it may go back as often as a new one."""
+        self.state.forgiven = self.rollbacks
 
 
 def parse(saved: Any) -> State:

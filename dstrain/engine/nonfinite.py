@@ -52,7 +52,8 @@ def advice(store: Store) -> str:
         return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"
     listed = ", ".join(map(str, steps)) + (f" (put aside: {', '.join(map(str, aside))})" if aside else "")
     return (f"{store.folder} holds the steps {listed}. {change}, and give the same command with --allow-change; "
-            "--step N goes on from an earlier one of these, and --from-scratch begins anew")
+            "--step N goes on from an earlier one of these, as where the loss of the newest is bad already, and "
+            "--from-scratch begins anew")
 
 
 def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:

@@ -235,7 +235,7 @@ def _search(fp16: Settings, run: Run) -> Iterator[str]:
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > run.faults.max_skipped:
         yield (f'"fp16" may skip {skips} steps in a row until its loss scale is low enough (initial_scale_power + '
-               f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} ends the run: lower "
+               f"hysteresis - 1), and faults.max_skipped={run.faults.max_skipped} takes them for divergence: lower "
                f'"fp16.initial_scale_power", or write faults.max_skipped={skips}')
 
 

@@ -93,6 +93,7 @@ class Store:
         checkpoint with the lowest extra["score"] is the best one. extra["kind"] is ROUTINE, as where it is absent: made
         by the recipe's own clock; STOP: made because the run was stopped there, so that it deletes no routine one; or
         TROUBLE: made while steps were not applied, so that it deletes nothing good and goes when a newer one is whole.
+        extra["stays"] are steps to keep as well.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
@@ -239,12 +240,14 @@ class Store:
         best = self.best()
         if best:
             self._point("best", best[0])
-        steps, kinds = self.steps(), {step: extra.get("kind", ROUTINE) for step, extra in self._extras().items()}
+        steps, extras = self.steps(), self._extras()
+        kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
         good = [step for step, kind in kinds.items() if kind != TROUBLE]
         routine = [step for step in good if kinds[step] != STOP]
         keep = {best and best[0], *good[-self.keep:], *routine[-self.keep:]}
         keep.update(step for step in good if self.keep_every and step % self.keep_every == 0)
         newest = max(kinds, default=0)
+        keep.update(extras.get(newest, {}).get("stays", ()))
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
         for step, suffix in outdated + [(step, _ASIDE) for step in self.put_aside() if step <= newest]:
             # A crash must not leave half a step_N.

@@ -229,7 +229,9 @@ def set_newer_aside(folder: Path, step: int) -> None:
     """Moves checkpoints after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
     newer = [path for path in (folder / "checkpoints").glob("step_*") if (number := path.name[5:].partition(".")[0])
              and number.isdecimal() and int(number) > step and path.suffix != ".tmp"]
-    if newer:
+    if not newer:
+        return
+    with writing(folder):
         earlier = _new_earlier(folder)
         (earlier / "checkpoints").mkdir()
         if (folder / "metrics.jsonl").is_file():

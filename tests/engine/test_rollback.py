@@ -5,6 +5,7 @@ The runs are of tests/support/brittle.py: two networks, and images whose place i
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_bad_data_are_passed_over(undisturbed):
         log = (folder / "log.txt").read_text()
         assert log.count(": back from step ") == 4 and "back from step 18 to step 10, and past the 8 batches" in log
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-            "newest", "step_00000035", "step_00000040"]
+            "newest", "step_00000010", "step_00000015", "step_00000025", "step_00000035", "step_00000040"]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a == pytest.approx(b, rel=1e-6)
 
@@ -141,6 +142,22 @@ def test_a_rate_that_is_too_high(tmp_path):
     finish(train(folder, 2, *words, "steps=20", "--step", "10", "--allow-change", num=1))
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [5, 10, 15, 20] and all(line["loss"] < 2 for line in lines)
+
+
+def test_weights_that_are_destroyed_and_finite(tmp_path):
+    """Oracle: finding C2 as it mostly happens, by a rate that grows: the checkpoints that the run went back to outlive
+    those of destroyed weights, and the advice works: a lower rate, --allow-change and --step.
+    """
+    folder, words = tmp_path / "run", ("every.sample=0", "every.save=5", "every.report=5", "faults.max_skipped=2",
+                                       "optimizer.clip=0")
+    output = finish(train(folder, 1, *words, "steps=1000000", "optimizer.lr=1000", "optimizer.warmup=900000", num=1),
+                    code=3)
+    assert "has gone back 3 times" in output and "a higher number lets it go back again" in output
+    targets = [int(word) for word in re.findall(r"back from step \d+ to step (\d+)", output)]
+    assert len(targets) == 3 and set(targets) <= set(Store(folder / "checkpoints").steps())
+    finish(train(folder, 1, *words, f"steps={min(targets) + 5}", "optimizer.lr=1e-4", "optimizer.warmup=0",
+                 "--allow-change", "--step", str(min(targets)), num=1))
+    assert metrics(folder)[-1]["loss"] < 2
 
 
 class Payload:
