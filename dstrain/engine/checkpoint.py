@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dstrain.disk.modes import by_umask
 from dstrain.engine import contents
-from dstrain.engine.course import Course
+from dstrain.engine.course import Course, State
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, shard_name
@@ -93,10 +93,18 @@ class Checkpoints:
         self._take_up(*newest)
         return step
 
+    def _load_whole(self, path: Path) -> State:
+        """Loads a checkpoint that has just been verified; returns its course. NotRead: its storage fails now."""
+        try:
+            self.load(path)
+            return contents.course(path)
+        except (OSError, SafetensorError) as error:
+            raise NotRead(f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
+                          "is whole; the same command goes on when the storage is back") from error
+
     def _take_up(self, step: int, path: Path) -> None:
-        self.load(path)
+        self.course.state = self._load_whole(path)
         self.saver.newest = step
-        self.course.state = contents.course(path)
 
     def go_back(self, done: int, trouble: str) -> int:
         """From trouble after `done` steps to the newest good checkpoint from before it; returns its step.
@@ -115,8 +123,7 @@ class Checkpoints:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
         else:
             step, path = newest
-            self.load(path)
-            course.go_back(done, step, contents.course(path).model_dump())
+            course.go_back(done, step, self._load_whole(path).model_dump())
             self.store.set_aside(step)
             self.saver.newest = step
             return step
@@ -187,15 +194,8 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile.
 
-        ConfigError: it does not fit, or is not trusted. NotRead: it was whole a moment ago, and its storage fails now.
+        ConfigError: it does not fit, or is not trusted.
         """
-        try:
-            self._load(path)
-        except (OSError, SafetensorError) as error:
-            raise NotRead(f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
-                          "is whole; the same command goes on when the storage is back") from error
-
-    def _load(self, path: Path) -> None:
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
                               "you know where they come from, give --trust-pickle")
