@@ -42,7 +42,9 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     run = Run(samples={"num": 5, "seed": 3} | samples, track={"wandb": "disabled"})
     tracker = Tracker(run, folder, parts=("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
-    show(SimpleNamespace(run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker), 10)
+    watchdog = SimpleNamespace(at=lambda step, phase: None)
+    show(SimpleNamespace(run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker,
+                         watchdog=watchdog), 10)
     tracker.close()
     return sorted(path.name for path in (folder / "samples").iterdir())
 
