@@ -262,6 +262,17 @@ def test_fp16_and_its_scale():
     assert settings.resolve(fp16, recipe.load(None, ["faults.max_skipped=1"]), 1, "cuda")
 
 
+@pytest.mark.parametrize("key, least, most", [("reduce_bucket_size", 1, 10**10), ("allgather_bucket_size", 1, 10**10),
+                                              ("stage3_prefetch_bucket_size", 0, 10**10), ("sub_group_size", 1, 10**15)])
+def test_bounds_of_sizes(key, least, most):
+    """Oracle: the bounds by hand: what lies on them is taken, what lies beyond is refused with the key."""
+    for value in (least, most):
+        zero = settings.resolve({"zero_optimization": {"stage": 3, key: value}}, recipe.load(None), 1, "cuda")
+        assert zero["zero_optimization"][key] == value
+    for value in (least - 1, most + 1):
+        assert f'"zero_optimization.{key}" is {value}' in faults({"zero_optimization": {"stage": 3, key: value}})
+
+
 def test_the_callers_dict_stays():
     """Oracle: a copy taken before."""
     content = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
