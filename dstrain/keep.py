@@ -58,9 +58,9 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
-            saved = _saved(self._folder)
+            saved = folders.last_saved(self._folder)
             code = self._start(words)
-            now = _saved(self._folder)
+            now = folders.last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
                 return code if code >= 0 else 128 - code
@@ -96,7 +96,7 @@ class _Supervisor:
             noted = endings.noted(file.name)
         if self._signal and endings.STOPPED in noted:
             return endings.STOPPED
-        if code == endings.DONE and _saved(self._folder) < self._run.steps:
+        if code == endings.DONE and folders.last_saved(self._folder) < self._run.steps:
             code = endings.BUG                                       # deepspeed, whose own child was killed
         # torchrun turns every code into 1, and so does deepspeed after a signal.
         return next((number for number in endings.DELIBERATE if number in noted), code) if code == endings.BUG else code
@@ -136,7 +136,7 @@ class _Supervisor:
 
     def _traces(self) -> tuple[set[str], int]:
         """What changes in the folder when --from-scratch or --step moves its files aside, or a step is saved."""
-        return {path.name for path in self._folder.glob("earlier_*")}, _saved(self._folder)
+        return {path.name for path in self._folder.glob("earlier_*")}, folders.last_saved(self._folder)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the command's process group.
@@ -167,12 +167,6 @@ class _Supervisor:
                     file.write(line + "\n")
             except OSError as error:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
-
-
-def _saved(folder: Path) -> int:
-    """The last step that is whole. A rank may have died between its checkpoint's end and what notes it down."""
-    names = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
-    return max([folders.last_saved(folder), *(int(name) for name in names if name.isdigit())])
 
 
 def _reason(code: int) -> str:

@@ -6,6 +6,7 @@ label 0, or a dataset.json that says the labels (labels.py).
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Names:
         return os.fsdecode(self.blob[self.ends[index - 1] if index else 0:self.ends[index]])
 
 
-class Folder(Source):
+class Folder(Source, ABC):
     """Files of the folder `path` as samples. A subclass sets the attributes, the last two by `_select`.
 
     split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the folder's must be
@@ -95,9 +96,9 @@ class Folder(Source):
     def contents(self) -> str:
         return f"{self._summary()} {self._files(self.names)}"
 
+    @abstractmethod
     def _summary(self) -> str:
         """Kind, split, numbers and names, for the fingerprint."""
-        raise NotImplementedError
 
     def _files(self, names: Names) -> str:
         """Sizes and whatever else stands in the named files, for the fingerprint."""

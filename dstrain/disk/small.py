@@ -13,18 +13,23 @@ _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR,
 _DEEPEST = 64                                        # levels of lists and sections in a JSON file
 
 
-def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """The text (UTF-8) of a regular file of at most `most` bytes.
+def read_bytes(path: str | os.PathLike, most: int) -> bytes:
+    """The bytes of a regular file of at most `most` bytes.
 
     OSError: not there, not readable, larger, or no regular file: a pipe without a writer would be waited for, and a
-    device has no end. UnicodeDecodeError: bytes that are no text.
+    device has no end.
     """
     require_file(path)
     with open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most // MEGABYTE} MB", str(path))
-    return content.decode("utf-8", errors)
+    return content
+
+
+def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
+    """The text (UTF-8) of a regular file. OSError as `read_bytes`; UnicodeDecodeError: bytes that are no text."""
+    return read_bytes(path, most).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Callable[..., Any]) -> Any:

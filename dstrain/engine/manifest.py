@@ -3,16 +3,16 @@
 The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so that threads share a large file.
 """
 
+import errno
 import hashlib
 import os
-import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
-from dstrain.disk import sealed
+from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
@@ -52,9 +52,13 @@ def manifest(path: str | os.PathLike) -> dict:
     compared with it.
     """
     try:
-        body = sealed.parse(_read(Path(path) / NAME))
+        body = sealed.parse(small.read_bytes(Path(path) / NAME, _MOST))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.EINVAL, errno.EFBIG):
+            raise ConfigError(f"{NAME} is none: {error.strerror}") from None
+        raise                                                # of the storage
     if body is None:
         raise ConfigError(f"{NAME} is truncated or altered")
     try:
@@ -62,21 +66,6 @@ def manifest(path: str | os.PathLike) -> dict:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{NAME} is malformed: {'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}") from None
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a plain file of a manifest's size. Of a pipe or a device nothing is read: it may have no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)          # a pipe without a writer is waited for otherwise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{NAME} is no plain file")
-        if status.st_size > _MOST:
-            raise ConfigError(f"{NAME} has {status.st_size} bytes, which no manifest has")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(_MOST)
-    finally:
-        os.close(descriptor)
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:

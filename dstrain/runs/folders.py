@@ -189,7 +189,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def last_saved(folder: Path) -> int:
     """The step that was saved last; 0: none was."""
-    return _noted(folder) or max(_steps(folder), default=0)
+    return max(_noted(folder) or 0, *_steps(folder), 0)
 
 
 def _noted(folder: Path) -> int | None:

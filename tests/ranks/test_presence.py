@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.launch import environment, free_port
+from tests.support.launch import environment, free_port, wait_for
 
 # A rank under run_main, which waits for the others as in the start of training, or does nothing of the kind.
 RANK = """
@@ -49,13 +48,6 @@ def rank(tmp_path, monkeypatch):
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_for(path: Path, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
-        time.sleep(0.01)
 
 
 def test_a_rank_killed_before_they_meet_ends_the_others(rank, tmp_path):

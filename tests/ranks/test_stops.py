@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.ranks.stops import SIGNALS, Stops, _launches
-from tests.support.launch import environment
+from tests.support.launch import environment, wait_for
 
 # A rank: watches until it has a reason, or has looked twenty times since it was left to init; then says what it saw.
 RANK = """
@@ -74,13 +74,6 @@ def family(tmp_path):
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         process.kill()
         process.wait()
-
-
-def wait_for(path: Path, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
-        time.sleep(0.005)
 
 
 def reason(folder: Path) -> str:

@@ -6,11 +6,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.launch import environment, free_port
+from tests.support.launch import environment, free_port, wait_for
 
 # A rank. Its steps take some milliseconds; from step 30 on, what the test asks for happens in one of them.
 RANK = """
@@ -70,13 +69,6 @@ def ranks(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_for(path: Path, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
-        time.sleep(0.01)
 
 
 def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -119,3 +120,11 @@ def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) 
 @cache
 def _server() -> Server:
     return Server(environment())
+
+
+def wait_for(path: Path, seconds: float = 120) -> None:
+    """Waits until a file is there that another process makes."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path.name} after {seconds} s"
+        time.sleep(0.005)
