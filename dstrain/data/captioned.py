@@ -72,15 +72,17 @@ class CaptionedFolder(Folder):
     def describe(self) -> str:
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
-    def contents(self) -> str:
-        names, texts = blake2b(self.names.blob, digest_size=8), blake2b()
-        add_captions(texts, self.path, self.names)
-        return (f"captioned n={len(self)} names={names.hexdigest()} "
-                f"{summary_of_sizes(self.path, self.names, texts.digest())}")
-
     def fingerprint(self) -> str:
         """Of all files, since all will be read."""
         return self.contents()
+
+    def _summary(self) -> str:
+        return f"captioned n={len(self)} names={blake2b(self.names.blob, digest_size=8).hexdigest()}"
+
+    def _files(self, names: Names) -> str:
+        texts = blake2b()
+        add_captions(texts, self.path, names)
+        return summary_of_sizes(self.path, names, texts.digest())
 
 
 class CaptionedTars(Source):
