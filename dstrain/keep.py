@@ -63,7 +63,7 @@ class _Supervisor:
             now = folders.last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
-                return code if code >= 0 else 128 - code
+                return _exit_code(code)
             end = f"{_reason(code)}, step {now} is saved ({now - saved:+d})"
             if fruitless == FRUITLESS or restart == self._options.max_restarts:
                 why = f"{FRUITLESS} starts in a row have saved no step" if fruitless == FRUITLESS else \
@@ -77,7 +77,7 @@ class _Supervisor:
             self._wait(pause)
             if self._signal:
                 break
-        return code if code >= 0 else 128 - code
+        return _exit_code(code) or endings.BUG                       # 0, and the run is not complete
 
     def _start(self, words: list[str]) -> int:
         """Runs the command until none of its processes lives and the folder's lock is free; how it ended."""
@@ -96,10 +96,9 @@ class _Supervisor:
             noted = endings.noted(file.name)
         if self._signal and endings.STOPPED in noted:
             return endings.STOPPED
-        if code == endings.DONE and folders.last_saved(self._folder) < self._run.steps:
-            code = endings.BUG                                       # deepspeed, whose own child was killed
-        # torchrun turns every code into 1, and so does deepspeed after a signal.
-        return next((number for number in endings.DELIBERATE if number in noted), code) if code == endings.BUG else code
+        # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
+        vague = code == endings.BUG or code == endings.DONE and folders.last_saved(self._folder) < self._run.steps
+        return next((number for number in endings.DELIBERATE if number in noted), code) if vague else code
 
     def _end_the_rest(self) -> None:
         """Waits for the ranks that a launcher has left behind: they save and end by themselves, or are killed."""
@@ -169,6 +168,11 @@ class _Supervisor:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
 
 
+def _exit_code(code: int) -> int:
+    """Of this process, for a command that has ended with `code`: below 0, by a signal."""
+    return code if code >= 0 else 128 - code
+
+
 def _reason(code: int) -> str:
     """How a command ended. Signal N that has killed a rank is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
     names = {number.value: number.name for number in signal.Signals}
@@ -177,7 +181,8 @@ def _reason(code: int) -> str:
     number = 256 - code if code >= 192 else code - 128
     if number in names and 128 < code < 255:
         return f"ended with {code} ({names[number]})"
-    return f"ended with {code}" + (" (a rank hung: see stacks/)" if code == endings.HUNG else "")
+    remark = {endings.DONE: " before the run was complete", endings.HUNG: " (a rank hung: see stacks/)"}
+    return f"ended with {code}{remark.get(code, '')}"
 
 
 def command_of(words: Sequence[str]) -> list[str]:

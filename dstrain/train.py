@@ -248,9 +248,7 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     except ConfigError:
         print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
         raise
-    if step > run.steps:
-        raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
-                          "steps=, or begin anew with --from-scratch")
+    folders.require_steps(run, step)
     if request is not None:
         hosts.on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:

@@ -76,7 +76,7 @@ def starts(folder: Path) -> list[str]:
     (["0 2"], (), 2, 1), (["0 3"], (), 3, 1), (["10 75"], (), 75, 1),
     (["10 1:2"], (), 2, 1), (["10 1:75"], (), 75, 1), (["10 1:1", "30 0"], (), 0, 2),        # torchrun's 1
     (["10 75", "30 0"], ("--restart-on-stop",), 0, 2),
-    (["10 1", "10 1", "10 1", "10 1", "10 1", "30 0"], (), 1, 5), (["0 1"] * 5, (), 1, 4),
+    (["10 1", "10 1", "10 1", "10 1", "10 1", "30 0"], (), 1, 5), (["0 1"] * 5, (), 1, 4), (["0 0"] * 5, (), 1, 4),
 ], ids=str)
 def test_ends(keep, tmp_path, plan, options, code, count):
     """Oracle: the exit codes of README, and the number of starts; four in a row that save no step are the last."""
@@ -85,6 +85,7 @@ def test_ends(keep, tmp_path, plan, options, code, count):
     log = tmp_path / "run" / "restarts.log"
     lines = log.read_text().splitlines() if log.exists() else []
     assert len(lines) == count - 1 + (code in (1, 247)) and all("step " in line for line in lines)
+    assert sum("ended with 0 before the run was complete" in line for line in lines) == sum(" 0" in end for end in plan[:-1])
 
 
 def test_options_of_one_command_are_not_given_again(keep, tmp_path):

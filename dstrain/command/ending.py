@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrain.ranks import endings, group
+from dstrain.ranks.place import Place
 from dstrain.ranks.presence import presence
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
@@ -16,15 +17,23 @@ def run_main(main: Callable[[], None]) -> None:
     Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
     rank that has lost the others ends at once.
     """
-    if group.place().world > 1:
-        presence().announce()
     try:
+        if _place().world > 1:
+            presence().announce()
         _run_main(main)
     except SystemExit as ended:
         _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
         group.quit_among_others(ended.code)
         raise
     _note(endings.DONE)
+
+
+def _place() -> Place:
+    try:
+        return group.place()
+    except ValueError as error:                    # of the launcher's variables; every later call would say the same
+        print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
+        raise SystemExit(endings.WRONG_INPUT) from None
 
 
 def _note(code: int) -> None:

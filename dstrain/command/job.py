@@ -170,7 +170,9 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
 
 
 def _check_step(run: Run, options: JobOptions) -> None:
-    """ConfigError: --step names no checkpoint of the folder."""
+    """ConfigError: --step names no checkpoint of the folder, or the one to go on from is beyond the run's end."""
+    if not options.from_scratch:
+        folders.require_steps(run, folders.last_saved(run.directory) if options.step is None else options.step)
     if options.step is None:
         return
     if options.from_scratch:

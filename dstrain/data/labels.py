@@ -57,12 +57,24 @@ def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: the class folders of a data folder are its splits, train and val."""
     splits = [name for name in folders if _is_split(name)]
     if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
+        _refuse_splits_within(root, folders, key)
         return
     train = next((name for name in splits if "train" in name.lower()), splits[0])
     others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
     unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
     raise ConfigError(f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}"
                       f"{unseen}")
+
+
+def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
+    """ConfigError: class folders hold the splits, which would all be learned from."""
+    for name in folders:
+        splits = sorted(entry.name for entry in os.scandir(root / name) if _is_split(entry.name) and entry.is_dir())
+        if len(splits) > 1 and len(folders) == 1:
+            refuse_splits(root / name, tuple(splits), key)
+        if len(splits) > 1:
+            raise ConfigError(f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
+                              f"them would be learned from: turn them round, {splits[0]}/{name}")
 
 
 def _is_split(name: str) -> bool:

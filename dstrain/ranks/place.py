@@ -5,6 +5,7 @@
 """
 
 import os
+import re
 from dataclasses import dataclass
 
 # Names of the rank, the world, the rank on this machine, and the number of ranks on this machine.
@@ -27,23 +28,39 @@ class Place:
 
 
 def place() -> Place:
-    """This process's place, from the launcher's environment; one process where there is no launcher."""
+    """This process's place, from the launcher's environment; one process where there is no launcher.
+
+    ValueError: a variable is no number, or the rank is not below the world.
+    """
     for rank, world, local, sizes in _SOURCES:
         # A batch script's own shell carries SLURM_NTASKS but runs once: only a step (srun) has a procid of several.
         if rank in os.environ and world in os.environ:
             if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in os.environ:
                 continue
-            size = next((os.environ[name] for name in sizes if os.environ.get(name)), "1")
-            node = int(os.environ.get("SLURM_NODEID") or 0)
-            return Place(int(os.environ[rank]), int(os.environ[world]), int(os.environ.get(local, 0)),
-                         _on_node(size, node))
+            size = next((name for name in sizes if os.environ.get(name)), sizes[0])
+            own = Place(_number(rank), _number(world), _number(local), _on_node(size, _number("SLURM_NODEID")))
+            if own.rank >= own.world:
+                raise ValueError(f"{rank}={own.rank} is not below {world}={own.world}: ranks count from 0; start "
+                                 "the command by a launcher, or unset both variables")
+            return own
     return Place()
 
 
-def _on_node(sizes: str, node: int) -> int:
+def _number(name: str) -> int:
+    text = os.environ.get(name) or "0"
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}={text} in the environment is no number from 0 on: start the command by a launcher, "
+                         "or unset the variable")
+    return int(text)
+
+
+def _on_node(name: str, node: int) -> int:
     """The entry of one node in Slurm's list of tasks for each node, such as "4(x2),3"; a plain number is itself."""
-    numbers: list[int] = []
+    sizes, numbers = os.environ.get(name) or "1", []
     for word in sizes.split(","):
-        number, _, times = word.rstrip(")").partition("(x")
-        numbers += [int(number)] * int(times or 1)
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip(), re.ASCII)
+        if not match:
+            raise ValueError(f"{name}={sizes} in the environment is no number of ranks: start the command by a "
+                             "launcher, or unset the variable")
+        numbers += [int(match[1])] * int(match[2] or 1)
     return numbers[min(node, len(numbers) - 1)]

@@ -187,6 +187,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def require_steps(run: Run, step: int) -> None:
+    """ConfigError: the run is further than its recipe goes."""
+    if step > run.steps:
+        raise ConfigError(f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
+                          "steps=, or begin anew with --from-scratch")
+
+
 def last_saved(folder: Path) -> int:
     """The step that was saved last; 0: none was."""
     return max(_noted(folder) or 0, *_steps(folder), 0)

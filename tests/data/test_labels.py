@@ -104,6 +104,19 @@ def test_splits_are_no_classes(tmp_path, names, expected):
             assert expected.format(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("names, expected", [
+    (("images/train", "images/val"), "write data.path={0}/images/train, and for evaluation data.held_out_path={0}/"
+                                     "images/val"),
+    (("cat/train", "cat/val", "dog/train"), "the folder cat holds the splits train and val")])
+def test_splits_within_a_class(tmp_path, names, expected):
+    """Oracle: the names, a folder deeper: held-out images are never learned from in silence."""
+    for name in names:
+        flat(tmp_path / name)
+    with pytest.raises(ConfigError) as caught:
+        open_sources(Data(path=str(tmp_path), image_size=16))
+    assert expected.format(tmp_path) in str(caught.value)
+
+
 def test_names_that_begin_with_classes(tmp_path):
     """Oracle: ADM's convention: cat_1.png in one folder is no class here, and the refusal names what was not read."""
     names = [f"{kind}_{number}.png" for kind in ("cat", "dog") for number in range(3)]

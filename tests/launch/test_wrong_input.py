@@ -218,6 +218,12 @@ def test_another_ranks_fault_is_told_with_its_number(folder, monkeypatch, capsys
     assert code == 2 and err.startswith("train.py [rank 1]: error:")
 
 
+def test_a_launchers_variable_that_is_no_number(folder, monkeypatch, capsys):
+    """Oracle: one message that names the variable, and exit code 2."""
+    code, _, err = launch(["--dry-run"], monkeypatch, capsys, RANK="abc", WORLD_SIZE="2")
+    assert code == 2 and "RANK=abc in the environment" in err and "Traceback" not in err
+
+
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
     from dstrain.command import cli

@@ -70,6 +70,19 @@ def test_place(monkeypatch, environment, expected):
     assert group.world() == 1                                    # until the process group stands
 
 
+@pytest.mark.parametrize("changed, named", [
+    ({"RANK": "abc"}, "RANK=abc"), ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1"), ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK=1.5"),
+    ({"LOCAL_WORLD_SIZE": "4(x"}, "LOCAL_WORLD_SIZE=4(x"), ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
+    ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK=0 is not below WORLD_SIZE=0")], ids=str)
+def test_a_place_that_is_none(monkeypatch, changed, named):
+    """Oracle: one error that names the variable of the environment, and what to do."""
+    for word, value in (TORCHRUN | changed).items():
+        monkeypatch.setenv(word, str(value))
+    with pytest.raises(ValueError, match="start the command by a launcher") as caught:
+        group.place()
+    assert str(caught.value).startswith(named)
+
+
 def test_one_process_is_the_identity(monkeypatch):
     """Oracle: the arguments; also before a launched process has met the others."""
     for word, value in TORCHRUN.items():

@@ -274,6 +274,9 @@ def test_errors_in_other_words(tmp_path):
     with pytest.raises(ConfigError, match=r"^x cannot be written \(No such file or directory\): mend it$"):
         with recipe.write_errors("x", "mend it"):
             (tmp_path / "none" / "x").write_text("")
+    with pytest.raises(ConfigError, match="run/saved is a folder where a file belongs"), \
+            recipe.write_errors("folder=run", "make room"):
+        raise IsADirectoryError(21, "Is a directory", "run/.saved.tmp", None, "run/saved")
     with recipe.reworded(), recipe.write_errors("x", "y"):
         pass
 
