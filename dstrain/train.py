@@ -242,7 +242,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str],
           request: int | None) -> int:
-    """Weights from a checkpoint (the newest or `request`), `init_from` or the initialization; the step to go on from."""
+    """Weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its step."""
     try:
         step = saves.resume(request)
     except ConfigError:

@@ -103,8 +103,8 @@ class Course:
             loss, window = late.read(), state.losses.setdefault(part, [])
             usual = median(window) if len(window) >= _LEAST else math.inf
             if 0 < usual * self.faults.spike < loss < math.inf:
-                state.high = (done, f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its median "
-                                    f"{usual:.4g}")
+                state.high = (done, f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its "
+                                    f"median {usual:.4g}")
                 return
             if math.isfinite(loss):
                 window[:] = [*window, loss][-WINDOW:]

@@ -1,9 +1,9 @@
 """The optimizer's step of one engine: one norm that also checks the gradients, and a flag that is read a step late.
 
 DeepSpeed checks each gradient by itself, computes each norm in fp64, and reads both on the host. Here a step computes
-one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. It stays
-on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused AdamW,
-and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it when the next step asks.
+one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. It
+stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused
+AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
 
 That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
 other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.

@@ -160,7 +160,7 @@ def agree(flag: bool) -> bool:
 
 
 class Ballot:
-    """A vote that is counted while the ranks go on with their work: every rank casts it, and later asks how it ended."""
+    """A vote that is counted while the ranks work on: every rank casts it, and later asks how it ended."""
 
     def __init__(self, wish: Callable[[], bool]):
         self._wish, self._count = wish, None
