@@ -141,18 +141,27 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """In place of DeepSpeed's step at stage 3: the same, but for the checks."""
+        """In place of DeepSpeed's step at stage 3: the same, but for the checks, and one exchange of what persists."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         zero = self._zero
         zero._pre_step()
         zero._partition_all_parameters()
         self._check([zero.grad_partitions_flat_buffer], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
-        for number in range(len(zero.fp16_groups)):
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
             zero._optimizer_step(number)
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
-        zero._post_step(set())
+        if weights := zero.persistent_parameters:
+            own = torch.cat([weight.ds_tensor for weight in weights])
+            shares = own.new_empty(dist.get_world_size(zero.dp_process_group), own.numel())
+            dist.all_gather_into_tensor(shares, own, group=zero.dp_process_group)
+            for weight, share in zip(weights, shares.split([weight.ds_tensor.numel() for weight in weights], dim=1)):
+                padded = share.numel() > weight.ds_numel
+                weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
+                weight.ds_status = ZeroParamStatus.AVAILABLE
+        zero.invalidate_secondary_tensor()
 
     def _skip(self) -> None:
         """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""
