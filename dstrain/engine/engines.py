@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine import nonfinite
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
+from dstrain.engine.updates import Flag
 from dstrain.recipe import Run
 
 Decays = Callable[[str, Tensor], bool]
@@ -71,7 +71,7 @@ class Engines(Mapping[str, Any]):
         if offloads_optimizer(self.settings):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         else:
-            optimizer = torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **options)
+            optimizer = torch.optim.AdamW(groups, fused=True, **options)
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
                                       dist_init_required=False)[0]
@@ -128,11 +128,11 @@ class Engines(Mapping[str, Any]):
     def learn(self, part: str, loss: Tensor) -> None:
         """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
         self._learned.add(part)
+        self.masters[part].before_backward()
         self._engines[part].backward(loss)
-        nonfinite.step(self.masters[part])
-        self.masters[part].update_scale()
+        self.masters[part].step()
 
-    def applied(self) -> dict[str, bool]:
+    def applied(self) -> dict[str, Flag]:
         """For each part that had a turn in this step, whether its weights changed. A part without a turn is absent."""
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
