@@ -50,7 +50,7 @@ def adopt(options: AdoptOptions) -> list[str]:
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():                               # the others as training would begin them
         initial = build(system.networks, run.seed)
-        values |= {part: dict(state) for part, (_, state) in initial.items() if part not in loaded}
+        values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
     with new_folder(options.out) as out:
         store = Store(out / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())

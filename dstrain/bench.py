@@ -101,7 +101,7 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
                dtype: torch.dtype) -> tuple[list[nn.Parameter], Callable[[int], None], int]:
     """The plain loop's fp32 weights, its step, and the floating-point operations of a step by torch's own count."""
     (part, (network, values)), = build(system.networks, run.seed).items()
-    network.load_state_dict(dict(values), strict=False)
+    network.load_state_dict(dict(values()), strict=False, assign=True)
     nhwc = run.channels_last and all(weight.ndim < 5 for weight in network.parameters())       # of images alone
     network.to(batch["key"].device, memory_format=torch.channels_last if nhwc else torch.preserve_format)
     if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):

@@ -210,7 +210,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 
     for network in system.frozen():
         network.to(group.device())
-    engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+    engines = Engines(system.networks, run, settings, system.decays, system.blocks(), draw=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
     notes = described(run.data, source, held_out_source, folder) if group.rank() == 0 else []
     if run.save.format == "deepspeed":
@@ -252,10 +252,9 @@ def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system
     if request is not None:
         hosts.on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:
-        if run.init_from is not None:
-            for part, (values, changed) in fitted(run.init_from, system).items():
-                engines.set_weights(part, values.items())
-                notes += [f"init_from: {change}" for change in changed]
+        loaded = fitted(run.init_from, system) if run.init_from is not None else {}
+        notes += [f"init_from: {change}" for _, changes in loaded.values() for change in changes]
+        engines.draw({part: values for part, (values, _) in loaded.items()})
         ema.reset()
     return step
 

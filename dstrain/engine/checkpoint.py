@@ -33,7 +33,7 @@ from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.saver import Entries, Saver
-from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
+from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, NotRead, Save
 
@@ -161,18 +161,20 @@ class Checkpoints:
                        for fragment, view in masters.own_views(flats)]
                 for part, masters in self._engines.masters.items()}
 
-    def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> Hashes:
+        """Fills `folder` with what is this rank's; the shards' hashes."""
         if self._native:
             with errors_at_the_end(self._engines.values()):
                 for part, engine in self._engines.items():
                     engine.save_checkpoint(str(folder / "deepspeed"), tag=part, client_state=universal_info(),
                                            save_latest=False)
-        for part, own in entries.items():
-            write_shard(folder / shard_name(part, group.rank(), group.world()), own, {"part": part})
+        names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
+        hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         if group.rank() == 0:
             tensors, counters = common
             save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
             by_umask(folder / COMMON)
+        return hashes
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""

@@ -6,12 +6,15 @@ gives the engine of the part that learns and the bare, frozen networks of the ot
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dstrain.engine.accumulation import WideSums
+from dstrain.engine.allocation import allocate, flattened_in_place
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters, full_shape
@@ -26,7 +29,8 @@ class Engines(Mapping[str, Any]):
     """The engines by part, in update order; their masters; what is done to all of them together."""
 
     def __init__(self, networks: Networks, run: Run, settings: dict[str, Any],
-                 decays: Decays, blocks: tuple[type[nn.Module], ...] = ()):
+                 decays: Decays, blocks: tuple[type[nn.Module], ...] = (), draw: bool = True):
+        """Without `draw`, weights are not set, buffers are: a checkpoint's values follow, or `draw`."""
         self.settings = settings
         self.notes: list[str] = []                    # lines for the user
         self._engines: dict[str, Any] = {}
@@ -35,7 +39,9 @@ class Engines(Mapping[str, Any]):
         compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
         if compiled:                                  # torch's limit of 8 is too low for the kinds of a UNet's blocks
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for part, (network, values) in self._build(networks, run.seed).items():
+        built = self._build(networks, run.seed)
+        self._initial = {part: values for part, (_, values) in built.items()}
+        for part, (network, values) in built.items():
             if run.channels_last:
                 use_channels_last(network)
             if compiled:
@@ -44,18 +50,30 @@ class Engines(Mapping[str, Any]):
                         module.compile()              # block by block: names stay, and ZeRO-3 still gathers ahead
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
-            self.set_weights(part, values)
             self.masters[part].reset_optimizer_state()
+            if not draw:
+                self._set(part, values(()))
+        if draw:
+            self.draw()
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        """Fresh networks and their initial values; at stage 3 in pieces from the start where `build` can."""
+        """Fresh networks and what gives their initial values."""
         if stage(self.settings) != 3:
             return build(networks, seed)
-        import deepspeed
-        return build(networks, seed, lambda: deepspeed.zero.Init(config_dict_or_path=self.settings),
-                     lambda reason: self.notes.append(
-                         f"note: every rank begins with the whole networks in its memory: {reason}; see "
-                         "dstrain/systems/base.py"))
+        return build(networks, seed, lambda reason: self.notes.append(
+            f"note: every rank begins with the whole networks in its memory: {reason}; see dstrain/systems/base.py"))
+
+    def draw(self, known: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({})) -> None:
+        """Sets all weights and buffers: to the `known` values by part and name, the others as the seed says.
+
+        A rank draws the modules of which it owns a part; the others' weights reach it when masters are published.
+        """
+        for part, values in self._initial.items():
+            given = known.get(part, {})
+            owned = {fragment.name for fragment, _, _ in self.masters[part].fragments} - given.keys()
+            drawn = ((name, value) for name, value in values(owned) if name not in given)
+            self._set(part, chain(drawn, given.items()))
+            self.masters[part].publish()
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
         import deepspeed
@@ -65,6 +83,7 @@ class Engines(Mapping[str, Any]):
             shaped = torch.empty(full_shape(weight), device="meta")
             assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
             (with_decay if decays(name, shaped) else without).append(weight)
+        with_decay, without = allocate(network, (with_decay, without), self.settings)
         groups = [{"params": weights, "weight_decay": decay} for weights, decay in
                   ((with_decay, run.optimizer.weight_decay), (without, 0.0)) if weights]
         options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
@@ -73,8 +92,9 @@ class Engines(Mapping[str, Any]):
         else:
             optimizer = torch.optim.AdamW(groups, fused=True, **options)
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
-        engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
-                                      dist_init_required=False)[0]
+        with flattened_in_place():
+            engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
+                                          dist_init_required=False)[0]
         if sums:
             sums.attach(engine)
         return engine
@@ -98,7 +118,7 @@ class Engines(Mapping[str, Any]):
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     @torch.no_grad()
-    def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+    def _set(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
         buffers = dict(self[part].module.named_buffers())
 
@@ -110,7 +130,6 @@ class Engines(Mapping[str, Any]):
                     yield name, value
 
         self.masters[part].fill(weights())
-        self.masters[part].publish()
 
     @contextmanager
     def turn(self, part: str) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,15 @@ whole files, whose pages count against a container's memory.
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dstrain.engine.fragment_files import SHARD, Fragment, Index, shard_name
+from dstrain.engine.manifest import THREADS, Digest
 from dstrain.engine.streams import Files, render_header
 from dstrain.recipe import ConfigError
 
@@ -25,8 +28,8 @@ _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
 
 
 def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
-                metadata: dict[str, str] | None = None) -> int:
-    """Writes (kind, fragment, values) to one file, synced to the disk; returns its size in bytes.
+                metadata: dict[str, str] | None = None) -> dict[str, Any]:
+    """Writes (kind, fragment, values) to one file, synced to the disk; returns its size and hash, as manifests have them.
 
     Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
     at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit.
@@ -47,14 +50,20 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
     header = render_header(Path(path), ((key, "F32", [fragment.numel]) for key, (fragment, _) in keys.items()),
                            {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))})
-    with open(path, "wb") as file:
-        file.write(header)
+    with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
+        digest = Digest(pool)
+
+        def put(data: memoryview) -> None:
+            file.write(data)
+            digest.update(data)
+
+        put(memoryview(header))
         for _, values in keys.values():
             for piece in values.split(_CHUNK):
-                file.write(piece.cpu().contiguous().numpy().data)
+                put(memoryview(piece.cpu().contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
-        return file.tell()
+        return digest.entry()
 
 
 class Shards(Index):

@@ -3,10 +3,11 @@
 There are two ways, and `build` chooses one for all networks of a system.
 
     by modules        Every module draws its own weights in `reset_parameters`, and nobody changes them afterwards. Then
-                      we call `reset_parameters` once more for each module: on fresh float32 tensors, on the CPU, under
-                      a seed made of the run's seed and the module's name. No rank ever holds a whole network, and the
-                      fp32 masters start from full float32 values even where ZeRO-3 builds the network in bf16 and in
-                      pieces (DeepSpeed's masters would start from the rounded values).
+                      the weights are constructed on the meta device, and a run that begins calls `reset_parameters` for
+                      each module: on fresh float32 tensors, on the CPU, under a seed made of the run's seed and the
+                      module's name. A rank draws the modules of which it owns a part, each once, and none where the
+                      values come from files. It holds one module at a time, and the fp32 masters start from full
+                      float32 values (DeepSpeed's would start from the rounded ones).
     by constructors   A constructor sets weights in any other way: `nn.init.zeros_(self.out.weight)` in a parent,
                       `self.apply(init)`, a parameter that was replaced, a module without `reset_parameters`. A second
                       `reset_parameters` would undo that. Then every rank builds the whole networks on the CPU, and the
@@ -17,55 +18,88 @@ Which way is right is observed and not declared: see `set_by_constructors`.
 
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrain.engine.masters import full_shape
 from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]
-Values = Iterable[tuple[str, Tensor]]              # by state-dict name
+# Gives (state-dict name, float32 value) of all buffers and at least of the weights that are named, of all without names.
+Values = Callable[..., Iterator[tuple[str, Tensor]]]
 
 # In-place operations whose result does not depend on what the tensor held before.
 _OVERWRITING = frozenset(("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
                           "log_normal_", "cauchy_", "geometric_"))
 
 
-def build(networks: Networks, seed: int, pieces: Callable[[], AbstractContextManager] = nullcontext,
+def build(networks: Networks, seed: int,
           note: Callable[[str], None] = lambda text: None) -> dict[str, tuple[nn.Module, Values]]:
     """Fresh networks by part, each with the values that its parameters and buffers start from.
 
-    `pieces` gives the context in which ZeRO-3 partitions a network while it is constructed; it is used only where
-    modules draw their own weights. Else `note` gets the reason why constructors decide. Call on all ranks.
-    RuntimeError on all ranks: constructors leave other weights on some rank than on rank 0.
+    Where modules draw their own weights, parameters are on the meta device: see allocation.py. Else they hold their
+    values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
+    constructors leave other weights on some rank than on rank 0.
     """
     reason = set_by_constructors(networks)
-    with torch.random.fork_rng(devices=[]), pieces() if reason is None else nullcontext():
+    with torch.random.fork_rng(devices=[]), _weights_on_meta() if reason is None else nullcontext():
         torch.manual_seed(seed)
         built = networks()
     if reason is None:
-        return {part: (network, initial_weights(network, seed)) for part, network in built.items()}
+        return {part: (network, partial(initial_weights, network, seed)) for part, network in built.items()}
     note(reason)
     copies = {part: [(_join(prefix, name), tensor.detach().clone()) for prefix, module in network.named_modules()
                      for name, tensor in _own(module).items()] for part, network in built.items()}
     _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
-    return {part: (network, copies[part]) for part, network in built.items()}
+    return {part: (network, partial(_released, copies[part])) for part, network in built.items()}
 
 
-def initial_weights(network: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(network: nn.Module, seed: int,
+                    names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by modules; integers stay integers.
 
-    The network is left as it was. It may be partitioned by ZeRO-3: only the full shapes of its parameters are read.
+    With `names`, only modules that own a buffer or one of these parameters are drawn. The network is left as it was. It
+    may be on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
-        if _own(module):
+        own = _own(module)
+        if any(names is None or name in module._buffers or _join(prefix, name) in names for name in own):
             for name, value in _reset(module, seed ^ zlib.crc32(prefix.encode())).items():
                 yield _join(prefix, name), value
+
+
+def _released(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
+    """What constructors have left, once and whatever is asked for: each value is given up as it is taken."""
+    while values:
+        yield values.pop(0)
+
+
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Parameters that modules register inside take no memory, and drawing them no time; buffers do as ever."""
+    moved: Any = WeakTensorKeyDictionary()         # tied weights stay tied
+
+    def move(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+        if weight is None or weight.is_meta:
+            return None
+        if weight not in moved:
+            moved[weight] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+            vars(moved[weight]).update(vars(weight))
+        return moved[weight]
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def set_by_constructors(networks: Networks) -> str | None:

@@ -6,7 +6,8 @@ The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so t
 import errno
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +19,7 @@ from dstrain.recipe import ConfigError
 NAME = "manifest.json"
 CONSOLIDATED = "consolidated.json"                           # of launch/consolidate.py: hashes of its files, and more
 _BLOCK = 1 << 26
-_THREADS = 4                # for each rank; hashlib releases the interpreter's lock
+THREADS = 4                # for each rank; hashlib releases the interpreter's lock
 _MOST = 1 << 26             # bytes of a manifest: 150 for each file, and a rank writes one for each part
 
 
@@ -85,33 +86,60 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
     sizes = {name: (folder / name).stat().st_size for name in names}
     jobs = [(name, start) for name in names for start in range(0, max(sizes[name], 1), _BLOCK)]
     whole = {name: hashlib.blake2b(digest_size=32) for name in names}
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for (name, _), digest in zip(jobs, pool.map(block, jobs)):
             whole[name].update(digest)
     return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
 
 
 class Digest:
-    """Size and hash of a file as `hash_files` gives them, taken from its bytes while they are written."""
+    """Size and hash of a file as `hash_files` gives them, taken from its bytes while they are written.
 
-    def __init__(self) -> None:
-        self._whole, self._block = hashlib.blake2b(digest_size=32), hashlib.blake2b(digest_size=32)
+    With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until `entry`.
+    """
+
+    def __init__(self, pool: Executor | None = None) -> None:
         self.size = 0
+        self._pool, self._block = pool, hashlib.blake2b(digest_size=32)
+        self._pieces: list[memoryview] = []                  # of the present block, with a pool
+        self._jobs: deque[Future[bytes]] = deque()
+        self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
         while data:
             piece = data[:_BLOCK - self.size % _BLOCK]
-            self._block.update(piece)
+            if self._pool is None:
+                self._block.update(piece)
+            else:
+                self._pieces.append(piece)
             self.size, data = self.size + len(piece), data[len(piece):]
             if self.size % _BLOCK == 0:
-                self._whole.update(self._block.digest())
-                self._block = hashlib.blake2b(digest_size=32)
+                self._end_block()
+
+    def _end_block(self) -> None:
+        if self._pool is None:
+            self._whole.update(self._block.digest())
+            self._block = hashlib.blake2b(digest_size=32)
+        else:
+            self._jobs.append(self._pool.submit(_hash_of, self._pieces))
+            self._pieces = []
+            while len(self._jobs) > THREADS:                 # no more of the bytes is kept than this
+                self._whole.update(self._jobs.popleft().result())
 
     def entry(self) -> dict[str, Any]:
-        whole = self._whole.copy()
+        """To be called once, when all is written."""
         if self.size % _BLOCK or not self.size:
-            whole.update(self._block.digest())
-        return {"size": self.size, "hash": whole.hexdigest()}
+            self._end_block()
+        while self._jobs:
+            self._whole.update(self._jobs.popleft().result())
+        return {"size": self.size, "hash": self._whole.hexdigest()}
+
+
+def _hash_of(pieces: list[memoryview]) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
 
 
 def faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.engine.snapshot import Entry, Snapshot
-from dstrain.engine.store import Store
+from dstrain.engine.store import Hashes, Store
 from dstrain.ranks import group
 from dstrain.recipe import NotSaved
 
@@ -59,8 +59,8 @@ class Saver:
         self._failed: _Pending | None = None  # the latest that failed
         self._failures = 0                   # in a row
 
-    def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], None], *, need_bytes: int,
-             score: float | None, last: bool, extra: dict[str, Any] | None = None) -> None:
+    def save(self, step: int, entries: Entries, write: Callable[[Path, Entries], Hashes | None], *,
+             need_bytes: int, score: float | None, last: bool, extra: dict[str, Any] | None = None) -> None:
         """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
 
         `entries` are live values: beside training, copies of them are written. NotSaved: three failures in a row, for
@@ -160,7 +160,8 @@ class Saver:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
 
-    def _run(self, pending: _Pending, write: Callable[[Path], None], need_bytes: int) -> None:
+    def _run(self, pending: _Pending, write: Callable[[Path], Hashes | None],
+             need_bytes: int) -> None:
         try:
             self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error

@@ -31,6 +31,7 @@ from dstrain.engine.manifest import NAME, faults, hash_files, manifest
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, NotSaved
 
+Hashes = dict[str, dict[str, Any]]                           # size and hash of files by name
 _ASIDE = ".aside"
 ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"        # kinds of checkpoints, see Store.commit
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
@@ -49,17 +50,21 @@ class Store:
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
-    def save(self, step: int, write: Callable[[Path], None], extra: dict | None = None, need_bytes: int = 0) -> bool:
-        """begin, write(folder) on every rank, commit. True: the step exists and is whole."""
+    def save(self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None,
+             need_bytes: int = 0) -> bool:
+        """begin, write(folder) on every rank, commit. True: the step exists and is whole.
+
+        `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
+        """
         folder = self.begin(step, need_bytes)
         if folder is None:
             return self.error is None
-        failed = None
+        failed, hashed = None, None
         try:
-            write(folder)
+            hashed = write(folder)
         except Exception as error:                           # the other ranks wait in commit
             failed = _reason(error)
-        return self.commit(step, extra, failed)
+        return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
         """The empty folder to write `step` into; `need_bytes` is what this rank will write.
@@ -85,8 +90,9 @@ class Store:
         self.error = self._on_first(prepare)
         return tmp if self.error is None else None
 
-    def commit(self, step: int, extra: dict | None = None, failed: str | None = None) -> bool:
-        """Seals what the ranks have written since `begin`. True when the checkpoint is whole.
+    def commit(self, step: int, extra: dict | None = None, failed: str | None = None,
+               hashed: Hashes | None = None) -> bool:
+        """Seals what the ranks have written since `begin`. True when the checkpoint is whole. `hashed`: see `save`.
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
         here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
@@ -98,7 +104,7 @@ class Store:
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
         if self.error is None:
-            files = self._hash_all(tmp)                      # sets error
+            files = self._hash_all(tmp, hashed or {})        # sets error
         if self.error is None:
             body = {"files": files, "step": step, "world": group.world(), "extra": extra or {},
                     "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
@@ -205,13 +211,20 @@ class Store:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
-    def _hash_all(self, tmp: Path) -> dict[str, dict]:
-        """Size and hash of every file, each synced and hashed by one rank; sets `error`."""
+    def _hash_all(self, tmp: Path, hashed: Hashes) -> Hashes:
+        """Size and hash of every file, each by one rank; sets `error`.
+
+        A file that its writer has hashed is not read again: it has as many bytes, or the save fails. What is sealed is
+        then what was to be written, and bytes that storage has altered since show when the step is verified.
+        """
         names, files, fault = [], {}, None
         try:
             paths = [path for path in tmp.rglob("*") if path.is_file()]
             names = [path.relative_to(tmp).as_posix() for path in paths]
-            files = hash_files(tmp, [name for name in names if _owner(name) == group.rank() % group.world()], sync=True)
+            own = [name for name in names if _owner(name) == group.rank() % group.world()]
+            files = hash_files(tmp, [name for name in own if name not in hashed], sync=True) | hashed
+            if short := [name for name in hashed if (tmp / name).stat().st_size != hashed[name]["size"]]:
+                raise OSError(f"{short[0]} has another size than was written")
         except Exception as error:
             fault = _reason(error)
         gathered = group.objects((names, files, fault))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain.engine import streams
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.engine.manifest import hash_files
 
 SHAPES = {"blocks.0.weight": (3, 4), "blocks.0.bias": (4,), "scale": (), "pos_embed": (1, 5, 2)}
 
@@ -79,12 +80,11 @@ def test_overlapping_fragments_are_read_once(tmp_path):
 
 
 def test_the_safetensors_library_opens_our_file(tmp_path):
-    """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file system for the size."""
+    """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file itself for size and hash."""
     path = tmp_path / shard_name("net", 0, 1)
     named = tensors()
-    size = write_shard(path, [("master", *cut(n, w, 0, w.numel())) for n, w in named.items()],
-                       {"step": "7"})
-    assert size == path.stat().st_size
+    entry = write_shard(path, [("master", *cut(n, w, 0, w.numel())) for n, w in named.items()], {"step": "7"})
+    assert entry == hash_files(tmp_path, [path.name])[path.name] and entry["size"] == path.stat().st_size
     loaded = load_file(path)
     assert {key: value.tolist() for key, value in loaded.items()} == {
         f"master/{name}": whole.flatten().tolist() for name, whole in named.items()}

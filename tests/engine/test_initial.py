@@ -157,11 +157,11 @@ def test_build():
         torch.set_rng_state(before)
         reasons = []
         for part, (network, values) in build(networks, SEED, note=reasons.append).items():
-            torch.testing.assert_close(dict(values), dict(expected[part]), rtol=0, atol=0)
+            torch.testing.assert_close(dict(values()), dict(expected[part]), rtol=0, atol=0)
             torch.testing.assert_close(dict(network.state_dict()), dict(expected[part]), rtol=0, atol=0)
         assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
     (_, (network, values)), = build(lambda: {"a": Tiny()}, SEED).items()
-    torch.testing.assert_close(dict(values), dict(initial_weights(Tiny(), SEED)), rtol=0, atol=0)
+    torch.testing.assert_close(dict(values()), dict(initial_weights(Tiny(), SEED)), rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.disk import sealed
-from dstrain.engine.manifest import NAME, manifest
+from dstrain.engine.manifest import NAME, Digest, hash_files, manifest
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
 from tests.support import gloo
 
@@ -168,6 +169,51 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
         assert store.newest(lambda text: None) is None
     path.write_bytes(data[64:128] + data[:64] + data[128:])
     assert store.newest(lambda text: None) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 200), max_size=12), threads=st.integers(0, 3))
+def test_hashes_while_writing(sizes, threads):
+    """Oracle: hash_files of the file that holds the same bytes, for pieces of any sizes, with and without threads."""
+    import dstrain.engine.manifest as module
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(threads or 1) as pool:
+        patch.setattr(module, "_BLOCK", 64)
+        digest, pieces = Digest(pool if threads else None), [random.Random(size).randbytes(size) for size in sizes]
+        for piece in pieces:
+            digest.update(memoryview(piece))
+        (Path(folder) / "file").write_bytes(b"".join(pieces))
+        assert {"file": digest.entry()} == hash_files(Path(folder), ["file"])
+
+
+def test_a_file_that_was_hashed_while_it_was_written_is_not_read(tmp_path):
+    """Oracle: the bytes that the kernel counts as read; the file's own for its hash; one byte less, or another byte."""
+    store, data = Store(tmp_path), memoryview(random.Random(0).randbytes(1 << 22))
+
+    def write(folder: Path, hashed: bool = True) -> dict[str, dict]:
+        digest = Digest()
+        digest.update(data)
+        (folder / NAMES[0]).write_bytes(data)
+        return {NAMES[0]: digest.entry()} if hashed else {}
+
+    def truncated(folder: Path) -> dict[str, dict]:
+        hashes = write(folder)
+        os.truncate(folder / NAMES[0], len(data) - 1)
+        return hashes
+
+    for step, hashed in ((1, True), (2, False)):
+        before = bytes_read()
+        assert store.save(step, lambda folder: write(folder, hashed)), store.error
+        assert (bytes_read() - before < len(data)) == hashed
+        assert manifest(tmp_path / f"step_{step:08d}")["files"] == hash_files(tmp_path / f"step_{step:08d}", [NAMES[0]])
+    assert not store.save(3, truncated) and "has another size than was written" in store.error
+    assert store.newest()[0] == 2
+    path = tmp_path / "step_00000002" / NAMES[0]
+    path.write_bytes(bytes(data[:-1]) + bytes([data[-1] ^ 1]))
+    assert store.newest(lambda text: None)[0] == 1
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @settings(max_examples=40, deadline=None)

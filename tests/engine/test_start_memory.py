@@ -1,0 +1,37 @@
+"""A run's beginning: how often weights are drawn, and how many bytes a rank holds at most."""
+
+import json
+
+import pytest
+
+from tests.engine.check_start_memory import BUCKET, DEPTH, WIDTH
+from tests.support.launch import launch
+
+WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH)
+
+
+def kept(figures: dict) -> int:
+    """Bytes of weights, masters, two moments and one average; at stage 3 also of DeepSpeed's shares of gradients and
+    its bucket. At stage 0 in fp32 the masters are the weights.
+    """
+    stage, own, width = figures["stage"], figures["own"], figures["bytes"]
+    weights = width * (WEIGHTS if stage < 3 else 2 * own + BUCKET)
+    return weights + 4 * own * (3 if stage == 0 else 4)
+
+
+@pytest.mark.parametrize("world", (1, 32))
+def test_what_a_rank_draws_and_holds(tmp_path, world):
+    """Oracle: the sum of what it keeps, times 1.2; one draw of each layer of which it owns a part, and of no other; none
+    of what a checkpoint or init_from holds; the values that one process draws for the whole network.
+    """
+    launch("tests/engine/check_start_memory.py", tmp_path / "figures.json", world, num=1)
+    starts = json.loads((tmp_path / "figures.json").read_text())
+    assert sum("resumed" in figures for figures in starts) == (2 if world == 1 else 0)
+    for figures in starts:
+        assert figures["own"] == pytest.approx(WEIGHTS / (world if figures["stage"] else 1), rel=0.02)
+        assert figures["peak"] <= 1.2 * kept(figures), figures
+        assert figures["drawn"] == {str(layer): 1 for layer in figures["layers"]} and figures["equal"], figures
+        assert len(figures["layers"]) == (DEPTH if world == 1 or figures["stage"] == 3 else 1)
+        if "resumed" in figures:
+            assert figures["as in files"] and figures["resumed"] == figures["all"] == []
+            assert figures["half"] == [layer for layer in range(DEPTH) if layer % 2]
