@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain import systems
+from dstrain.engine.blocks import compiles, prepare
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
@@ -104,10 +105,7 @@ def plain_side(run: Run, system: System, batch: Batch, accumulation: int,
     network.load_state_dict(dict(values()), strict=False, assign=True)
     nhwc = run.channels_last and all(weight.ndim < 5 for weight in network.parameters())       # of images alone
     network.to(batch["key"].device, memory_format=torch.channels_last if nhwc else torch.preserve_format)
-    if run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available()):
-        for module in network.modules():
-            if isinstance(module, system.blocks()):
-                module.compile()
+    prepare(network, system.blocks(), run.model["recompute"], compiles(run))
     weights = list(network.parameters())
     masters = [nn.Parameter(weight.detach().clone()) for weight in weights] if dtype != torch.float32 else weights
     for weight in weights if dtype != torch.float32 else ():

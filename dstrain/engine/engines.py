@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.allocation import allocate, flattened_in_place
+from dstrain.engine.blocks import compiles, prepare
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters, full_shape
@@ -36,18 +37,13 @@ class Engines(Mapping[str, Any]):
         self._engines: dict[str, Any] = {}
         self._learned: set[str] = set()               # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
-        compiled = run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
-        if compiled:                                  # torch's limit of 8 is too low for the kinds of a UNet's blocks
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         built = self._build(networks, run.seed)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if run.channels_last:
                 use_channels_last(network)
-            if compiled:
-                for module in network.modules():
-                    if isinstance(module, blocks):
-                        module.compile()              # block by block: names stay, and ZeRO-3 still gathers ahead
+            prepare(network, blocks, run.model.get("recompute", "none"), compiles(run),
+                    scattered=stage(settings) == 3)
             self._engines[part] = self._initialize(network, run, decays)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()

@@ -63,6 +63,11 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
+def dropout_of(share: float) -> nn.Module:
+    """Drops this share of values in training. 0 is no work, and a graph that does not ask whether it is training."""
+    return nn.Dropout(share) if share else nn.Identity()
+
+
 def named(**layers: nn.Module) -> nn.Sequential:
     """The layers one after the other, under the names that they have in published files."""
     return nn.Sequential(OrderedDict(layers))

@@ -76,5 +76,5 @@ class Codebook(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.is_floating_point():
-            return torch.einsum("bkhw,kd->bdhw", tokens.to(self.weight.dtype), self.weight)
+            return torch.einsum("bkhw,kd->bdhw", tokens.to(self.weight.dtype), self.weight).contiguous()
         return F.embedding(tokens, self.weight).permute(0, 3, 1, 2).contiguous()

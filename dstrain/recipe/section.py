@@ -13,13 +13,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]      # products of two fit into float32
 Count = Annotated[int, Field(ge=0)]
+
+
+def _recompute(value: Any) -> Any:
+    """A choice of Recompute; true and false are what all and none were called."""
+    value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+    if value in ("none", "attention", "all") or (isinstance(value, int) and value > 0):
+        return value
+    raise PydanticCustomError("recompute", "should be none, attention, all, or a number k for every k-th block")
+
+
+Recompute = Annotated[bool | int | str, BeforeValidator(_recompute)]
 
 
 @dataclass(frozen=True)

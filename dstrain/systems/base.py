@@ -27,11 +27,11 @@ What sharding asks of a system:
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 
-from dstrain.recipe import ConfigError, Run, Section
+from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
 from dstrain.systems.optional import Figures, FirstStage, Imports, Prompted, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
@@ -47,6 +47,10 @@ class SystemConfig(Section):
     learns_from: ClassVar[tuple[Kind, ...]] = ("images",)      # which data the system takes
     num_labels_field: ClassVar[str] = "num_classes"            # the field that is the number of labels, for messages
     without_labels: ClassVar[str] = ""                         # the override that makes a model learn none, if any
+
+    recompute: Annotated[Recompute, MAY_CHANGE] = "none"
+    """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with
+    weights; all; or a number k, all of every k-th block."""
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
+from dstrain.engine.blocks import prepare
 from dstrain.systems.base import Request, System
 from tests.support.cases import CASES, modules
 from tests.support.cases import request as request_of
@@ -152,6 +153,21 @@ def test_randomness_belongs_to_the_sample(system):
     torch.testing.assert_close(sum(parts) / 2, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("choice", ["all", "attention", 2])
+def test_recompute(system, choice):
+    """Oracle: the gradients of the same blocks that keep everything, to the last bit."""
+    found = []
+    for recompute in ("none", choice):
+        nets = networks(system)
+        for network in nets.values():
+            prepare(network, system.blocks(), recompute)
+        example = system.encode(system.synthetic(2))
+        for part in system.parts:
+            system.loss(part, nets, example)["loss"].backward()
+        found.append([weight.grad for network in nets.values() for weight in network.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_other_keys_draw_other_noise(case, system):
     """Oracle: different terms for different keys; the same where held-out clips are encoded without a draw."""
     nets, batch = networks(system), system.synthetic(3)
@@ -227,7 +243,7 @@ def test_decay(system):
 
 
 def test_compile_of_blocks(system):
-    """Oracle: the eager block; fullgraph, so that no graph break hides."""
+    """Oracle: the eager block; fullgraph, so that no graph break hides. Compiled training: engine/test_blocks.py."""
     block, nets = system.blocks(), networks(system)
     for network in nets.values():
         module = next((module for module in network.modules() if isinstance(module, block)), None)

@@ -102,8 +102,6 @@ class Config(SystemConfig):
     """Autoencoder whose latents are modelled; None models what the data hold."""
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
-    recompute: Annotated[bool, MAY_CHANGE] = False
-    """Compute blocks again in backward instead of keeping their activations."""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -195,6 +193,5 @@ class Config(SystemConfig):
 
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of DiT."""
-        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
-                  "recompute"}
+        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq"}
         return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}

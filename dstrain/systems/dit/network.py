@@ -7,7 +7,6 @@ layers, normal(0.02) embeddings, zero for every modulation and the last layer, s
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.layers import (Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions,
                                timestep_features)
@@ -28,20 +27,17 @@ class DiT(nn.Module):
     class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller drops.
     learn_sigma         twice as many output channels as input channels.
     time_freq           official, or diffusers (whose frequencies are spaced a little wider).
-    recompute           keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1152,
                  depth: int = 28, num_heads: int = 16, mlp_ratio: float = 4.0, class_dropout_prob: float = 0.1,
-                 num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official",
-                 recompute: bool = False) -> None:
+                 num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official") -> None:
         super().__init__()
         if input_size % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
         self.in_channels, self.patch_size, self.num_classes = in_channels, patch_size, num_classes
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid = input_size // patch_size
-        self.recompute = recompute
         self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
         self.y_embedder = named(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
@@ -61,10 +57,7 @@ class DiT(nn.Module):
         x = x + self.pos_embed.to(x.dtype)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():               # no dropout: there is no state to restore
-                x = checkpoint(block, x, c, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, c)
+            x = block(x, c)
         return self.unpatchify(self.final_layer(x, c))                                            # (B, C or 2C, H, W)
 
     def unpatchify(self, x: Tensor) -> Tensor:

@@ -45,8 +45,6 @@ class Config(SystemConfig):
     """Number of labels; read where class_cond is set."""
     use_scale_shift_norm: bool = True
     """Whether the condition scales and shifts normalized values, rather than being added before."""
-    recompute: Annotated[bool, MAY_CHANGE] = False
-    """Compute blocks again in backward instead of keeping their activations (the original's use_checkpoint)."""
 
     diffusion_steps: int = Field(1000, ge=1)
     """Timesteps of the training chain."""
@@ -180,7 +178,7 @@ class Config(SystemConfig):
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of UNet and SuperResUNet."""
         fields = {"in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
-                  "use_scale_shift_norm", "recompute"}
+                  "use_scale_shift_norm"}
         return {**self.model_dump(include=fields), "channel_mult": self.mults, "num_classes": self.num_labels,
                 "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
                 "num_heads_upsample": self.heads_upsample}

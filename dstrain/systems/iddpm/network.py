@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import named, timestep_features
+from dstrain.nn.layers import dropout_of, named, timestep_features
 
 GROUPS = 32                                       # of every normalization
 
@@ -32,7 +31,6 @@ class UNet(nn.Module):
     dropout             share of values dropped before the last layer of a residual block.
     num_classes         rows of the label table; None is unconditional.
     use_scale_shift_norm  the condition scales and shifts normalized values; False adds it before the normalization.
-    recompute           keep no activations inside blocks; compute them again in the backward pass, with equal dropout.
     seen_channels       channels of the input, where it has others beside those that are denoised.
     """
 
@@ -40,7 +38,7 @@ class UNet(nn.Module):
                  channel_mult: Sequence[int] = (1, 2, 3, 4), attention_levels: Sequence[int] = (2, 3),
                  num_heads: int = 4, num_heads_upsample: int | None = None, dropout: float = 0.0,
                  learn_sigma: bool = False, num_classes: int | None = None, use_scale_shift_norm: bool = True, *,
-                 recompute: bool = False, seen_channels: int | None = None) -> None:
+                 seen_channels: int | None = None) -> None:
         super().__init__()
         self.num_channels, self.num_classes = num_channels, num_classes
         embed = 4 * num_channels
@@ -48,10 +46,9 @@ class UNet(nn.Module):
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, embed)
         res = lambda inputs, outputs: ResBlock(inputs, outputs, embed, dropout, use_scale_shift_norm)
-        stage = lambda *layers: Stage(layers, recompute, dropout)
 
         channels, last = num_channels, len(channel_mult) - 1
-        self.input_blocks = nn.ModuleList([stage(nn.Conv2d(seen_channels or in_channels, channels, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(seen_channels or in_channels, channels, 3, padding=1))])
         skips = [channels]
         for level, factor in enumerate(channel_mult):
             for _ in range(num_res_blocks):
@@ -59,13 +56,13 @@ class UNet(nn.Module):
                 channels = factor * num_channels
                 if level in attention_levels:
                     layers.append(AttentionBlock(channels, num_heads))
-                self.input_blocks.append(stage(*layers))
+                self.input_blocks.append(Stage(*layers))
                 skips.append(channels)
             if level < last:
-                self.input_blocks.append(stage(named(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
+                self.input_blocks.append(Stage(named(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
                 skips.append(channels)
 
-        self.middle_block = stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
+        self.middle_block = Stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
 
         self.output_blocks = nn.ModuleList()
         for level, factor in reversed(list(enumerate(channel_mult))):
@@ -77,7 +74,7 @@ class UNet(nn.Module):
                 if level and index == num_res_blocks:
                     layers.append(named(repeat=nn.Upsample(scale_factor=2, mode="nearest"),
                                         conv=nn.Conv2d(channels, channels, 3, padding=1)))
-                self.output_blocks.append(stage(*layers))
+                self.output_blocks.append(Stage(*layers))
         self.out = nn.Sequential(normalization(channels), nn.SiLU(),
                                  ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1))
 
@@ -110,18 +107,9 @@ class SuperResUNet(UNet):
 class Stage(nn.Sequential):
     """Layers one after the other; residual blocks also get the condition."""
 
-    def __init__(self, layers: Sequence[nn.Module], recompute: bool, dropout: float) -> None:
-        super().__init__(*layers)
-        self.recompute, self.drops_out = recompute, dropout > 0
-
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         for layer in self:
-            inputs = (x, emb) if isinstance(layer, ResBlock) else (x,)
-            if self.recompute and torch.is_grad_enabled() and isinstance(layer, (ResBlock, AttentionBlock)):
-                # With dropout the second pass must draw the same mask.
-                x = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=self.drops_out)
-            else:
-                x = layer(*inputs)
+            x = layer(x, emb) if isinstance(layer, ResBlock) else layer(x)
         return x
 
 
@@ -134,7 +122,7 @@ class ResBlock(nn.Module):
         self.in_layers = nn.Sequential(normalization(channels), nn.SiLU(),
                                        nn.Conv2d(channels, out_channels, 3, padding=1))
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embed, (1 + use_scale_shift_norm) * out_channels))
-        self.out_layers = nn.Sequential(normalization(out_channels), nn.SiLU(), nn.Dropout(dropout),
+        self.out_layers = nn.Sequential(normalization(out_channels), nn.SiLU(), dropout_of(dropout),
                                         ZeroConv2d(out_channels, out_channels, 3, padding=1))
         self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
 

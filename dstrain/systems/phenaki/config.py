@@ -78,8 +78,6 @@ class Config(SystemConfig):
     """Share of values dropped in attention and feed-forward."""
     gradient_shrink: float = Field(1.0, gt=0, le=1)
     """Share of the gradient that reaches the embeddings; the original's 0.1 steadies large models."""
-    recompute: Annotated[bool, MAY_CHANGE] = False
-    """Compute blocks again in backward instead of keeping their activations."""
     loss_chunk: Annotated[int, MAY_CHANGE] = Field(512, ge=1)
     """Masked tokens whose logits are in memory at once."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -253,5 +251,5 @@ class Config(SystemConfig):
         text = None if self.unconditional else {
             "num_words": None if self.text_encodings_dim else self.num_words, "max_text_len": self.max_text_len,
             "encodings_dim": self.text_encodings_dim, "learns_null": self.has_null}
-        same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "recompute", "gradient_shrink")
+        same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -125,7 +125,7 @@ class Trunk(nn.Module):
     """
 
     def __init__(self, num_tokens: int, *, token_shape: Grid, dim: int, depth: int, heads: int, dim_head: int,
-                 text: dict | None = None, peg: bool = True, dropout: float = 0.0, recompute: bool = False,
+                 text: dict | None = None, peg: bool = True, dropout: float = 0.0,
                  gradient_shrink: float = 1.0) -> None:
         super().__init__()
         self.gradient_shrink = gradient_shrink
@@ -133,7 +133,7 @@ class Trunk(nn.Module):
         self.positions = nn.ModuleList(Embedding(side, dim) for side in token_shape)
         self.text = None if text is None else Text(dim=dim, **text)
         self.transformer = Transformer(dim, depth, heads, dim_head, None if text is None else dim, peg=peg,
-                                       dropout=dropout, recompute=recompute)
+                                       dropout=dropout)
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
                 **text: Tensor) -> Tensor:

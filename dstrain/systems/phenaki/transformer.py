@@ -13,10 +13,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear
+from dstrain.nn.layers import Linear, dropout_of
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
@@ -32,27 +31,22 @@ class Transformer(nn.Module):
     causal        no output depends on later latent frames: attention over time and position encoder only look back.
     context_dim   E, the width of the context of cross-attention; None: there is none.
     peg           whether each block begins with a position encoder.
-    recompute     keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, context_dim: int | None = None,
-                 causal: bool = False, peg: bool = True, dropout: float = 0.0, recompute: bool = False, *,
+                 causal: bool = False, peg: bool = True, dropout: float = 0.0, *,
                  over: str = "all") -> None:
         super().__init__()
-        self.recompute, self.dropout = recompute, dropout
         self.layers = nn.ModuleList(TransformerBlock(dim, heads, dim_head, context_dim, causal, peg, dropout, over)
                                     for _ in range(depth))
         self.norm_out = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, context: Tensor | None = None,
                 context_mask: Tensor | None = None) -> Tensor:
-        """See TransformerBlock."""
+        """See TransformerBlock, but for the bias, (heads, N, N)."""
+        bias = None if bias is None else bias[None]
         for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():               # the second pass draws the same dropout mask
-                x = checkpoint(layer, x, bias, mask, context, context_mask, use_reentrant=False,
-                               preserve_rng_state=self.dropout > 0)
-            else:
-                x = layer(x, bias, mask, context, context_mask)
+            x = layer(x, bias, mask, context, context_mask)
         return self.norm_out(x)
 
 
@@ -75,7 +69,7 @@ class TransformerBlock(nn.Module):
                 context_mask: Tensor | None = None) -> Tensor:
         """(B, t, h, w, dim) -> (B, t, h, w, dim).
 
-        bias          (heads, N, N), added to the scores; `over` decides N.
+        bias          (1, heads, N, N), added to the scores; `over` decides N.
         mask          bool (B, t, h, w), True where other tokens see a token.
         context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
         """
@@ -124,7 +118,7 @@ class Attention(nn.Module):
 
         context (B, M, E)         the tokens attended to; None: x itself.
         mask bool (B, M)          True = seen. A sample that sees no token has the output 0.
-        bias (heads, N, M)        added to the scores.
+        bias (1, heads, N, M)     added to the scores.
         causal                    a token sees itself and those before it (N = M).
         """
         x = self.norm(x)
@@ -133,7 +127,7 @@ class Attention(nn.Module):
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
         added = _added(bias, mask, causal, query, key.shape[2])
-        out = attend(query, key, value, added, self.dropout if self.training else 0.0, causal and added is None, _SCALE)
+        out = attend(query, key, value, added, self.dropout if self.dropout and self.training else 0.0, causal and added is None, _SCALE)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
         return self.to_out(out.transpose(1, 2).flatten(2))
@@ -146,7 +140,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor
     hidden = query.new_zeros(1, 1, 1, count) if mask is None else (~mask)[:, None, None] * query.new_full((), _HIDDEN)
     if causal:
         hidden = hidden + query.new_full((query.shape[2], count), _HIDDEN).triu(1)
-    return hidden if bias is None else bias.to(query.dtype)[None] + hidden
+    return hidden if bias is None else bias.to(query.dtype) + hidden
 
 
 class UnitNorm(nn.Module):
@@ -176,7 +170,7 @@ class FeedForward(nn.Module):
         hidden = 8 * math.ceil(2 / 3 * mult * dim / 8)
         self.norm = nn.LayerNorm(dim)
         self.widen = Linear(dim, 2 * hidden, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout_of(dropout)
         self.narrow = Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -38,8 +38,6 @@ class Config(SystemConfig):
     """A LayerNorm before the text embedding's projection."""
     self_cond: bool = False
     """Whether the network sees its previous prediction (in training half of the samples; Chen et al. 2022)."""
-    recompute: Annotated[bool, MAY_CHANGE] = False
-    """Compute blocks again in backward instead of keeping their activations."""
 
     beta_schedule: Literal[SCHEDULES] = "cosine"
     """Name of the betas."""
@@ -120,7 +118,7 @@ class Config(SystemConfig):
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of PriorTransformer."""
         fields = {"image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
-                  "embedding_proj_norm", "recompute"}
+                  "embedding_proj_norm"}
         return {**self.model_dump(include=fields), "learns_null": self.text_cond_drop_prob > 0,
                 "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
                 "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim}

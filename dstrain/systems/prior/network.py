@@ -12,10 +12,9 @@ inputs, too; self_cond_proj adds the previous prediction to the noisy image embe
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, named, timestep_features
+from dstrain.nn.layers import Linear, dropout_of, named, timestep_features
 
 EXTRA_TOKENS = 4                                  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0                                # added to the scores of tokens that a token may not see
@@ -30,16 +29,15 @@ class PriorTransformer(nn.Module):
     norm_in             a LayerNorm before the first block.
     embedding_proj_norm a LayerNorm before the text embedding's projection.
     dropout             share of values dropped after attention and within the MLP.
-    recompute           keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, image_embed_dim: int = 768, text_embed_dim: int = 768, text_encodings_dim: int = 768,
                  max_text_len: int = 77, depth: int = 12, heads: int = 12, dim_head: int = 64, dropout: float = 0.0, *,
                  learns_null: bool = True, self_cond: bool = False, norm_in: bool = False,
-                 embedding_proj_norm: bool = False, recompute: bool = False) -> None:
+                 embedding_proj_norm: bool = False) -> None:
         super().__init__()
         width = heads * dim_head
-        self.width, self.max_text_len, self.recompute = width, max_text_len, recompute
+        self.width, self.max_text_len = width, max_text_len
         self.time_embedding = TimestepEmbedding(width)
         self.proj_in = Linear(image_embed_dim, width)
         self.embedding_proj_norm = nn.LayerNorm(text_embed_dim) if embedding_proj_norm else None
@@ -93,10 +91,7 @@ class PriorTransformer(nn.Module):
             tokens = self.norm_in(tokens)
         mask = self._mask(text_mask, tokens)
         for block in self.transformer_blocks:
-            if self.recompute and torch.is_grad_enabled():               # the second pass draws the same dropout mask
-                tokens = checkpoint(block, tokens, mask, use_reentrant=False)
-            else:
-                tokens = block(tokens, mask)
+            tokens = block(tokens, mask)
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])                         # (B, D)
 
     def _mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -117,7 +112,7 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = named(net=nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), nn.Dropout(dropout),
+        self.ff = named(net=nn.Sequential(named(proj=Linear(width, 4 * width), gelu=nn.GELU()), dropout_of(dropout),
                                           Linear(4 * width, width)))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -132,7 +127,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v = Linear(width, width), Linear(width, width), Linear(width, width)
-        self.to_out = nn.Sequential(Linear(width, width), nn.Dropout(dropout))
+        self.to_out = nn.Sequential(Linear(width, width), dropout_of(dropout))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, count, width = x.shape

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.engine.channels_last import use_channels_last
-from dstrain.systems.iddpm import network as module
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 SMALL = {"in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "attention_levels": (1,),
@@ -78,56 +77,6 @@ def test_initialization():
             bound = 1 / math.sqrt(weight[0].numel())                      # kaiming uniform with a = sqrt(5)
             assert 0.9 * bound < float(weight.detach().abs().max()) <= bound, name
     assert not bool(network(randn(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([3, 4])).any())
-
-
-def gradients(dropout, recompute, inputs):
-    network = random(UNet(**SMALL, dropout=dropout, recompute=recompute)).train()
-    torch.manual_seed(1)
-    out = network(*inputs)
-    out.square().mean().backward()
-    return out.detach(), {name: parameter.grad for name, parameter in network.named_parameters()}
-
-
-def differences(one, other):
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recompute_changes_nothing(inputs, dropout):
-    """Oracle: output and every gradient of the plain network, bit for bit, under the same dropout."""
-    plain, again = gradients(dropout, False, inputs), gradients(dropout, True, inputs)
-    assert torch.equal(plain[0], again[0]) and differences(plain[1], again[1]) == []
-
-
-def test_recompute_under_another_dropout_is_wrong(inputs, monkeypatch):
-    """Oracle: the original's fault: without the generator's state the output is equal and gradients are not.
-
-    It shows that dropout acts, and that the test above would see it.
-    """
-    plain = gradients(0.3, False, inputs)
-    checkpoint = module.checkpoint
-    monkeypatch.setattr(module, "checkpoint", lambda *arguments, preserve_rng_state, **named: checkpoint(
-        *arguments, preserve_rng_state=False, **named))
-    careless = gradients(0.3, True, inputs)
-    assert torch.equal(plain[0], careless[0])
-    assert len(differences(plain[1], careless[1])) > len(plain[1]) / 2
-
-
-def test_recompute_calls_every_block_again(inputs):
-    """Oracle: twice as many calls of blocks in a training step as without, and none more without gradients."""
-    counts = []
-    for recompute in (False, True):
-        network, calls = UNet(**SMALL, recompute=recompute), []
-        for layer in network.modules():
-            if isinstance(layer, (ResBlock, AttentionBlock)):
-                layer.register_forward_pre_hook(lambda *_: calls.append(1))
-        network(*inputs).sum().backward()
-        with torch.no_grad():
-            before = len(calls)
-            network(*inputs)
-        counts.append((before, len(calls) - before))
-    (plain, once), (twice, quiet) = counts
-    assert once == quiet == plain and twice == 2 * plain
 
 
 def test_labels(inputs):

@@ -156,20 +156,6 @@ def test_masked_tokens_change_nothing():
     assert torch.equal(network(changed, None, mask)[mask], network(x, None, mask)[mask])
 
 
-def test_recompute():
-    """Oracle: outputs and gradients without it; with dropout the same mask is drawn again."""
-    torch.manual_seed(0)
-    plain = Transformer(8, 2, 2, 4, context_dim=5, dropout=0.3)
-    again = Transformer(8, 2, 2, 4, context_dim=5, dropout=0.3, recompute=True)
-    again.load_state_dict(plain.state_dict())
-    x, context, found = torch.randn(2, 2, 2, 2, 8), torch.randn(2, 3, 5), []
-    for network in (plain, again):
-        torch.manual_seed(1)
-        network(x, context=context).square().sum().backward()
-        found.append([weight.grad for weight in network.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found))
-
-
 def test_every_weight_learns():
     """Oracle: a gradient that is not 0 for each, whatever there is attention over; none is empty."""
     torch.manual_seed(0)

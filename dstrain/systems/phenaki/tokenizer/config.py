@@ -1,12 +1,12 @@
 """What determines a tokenizer: a documented field for each choice."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import SystemConfig
 
 
@@ -44,8 +44,6 @@ class Config(SystemConfig):
     """Attention heads of a block."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of values dropped in attention and in feed-forwards."""
-    recompute: Annotated[bool, MAY_CHANGE] = False
-    """Compute blocks again in backward instead of keeping their activations."""
     quantizer: Literal["lookup_free", "cosine"] = "lookup_free"
     """lookup_free: signs of log2(codebook_size) numbers. cosine: the nearest of codebook_size learned unit vectors."""
     codebook_dim: int = Field(32, ge=1)
@@ -97,7 +95,7 @@ class Config(SystemConfig):
         """The arguments of CViViT."""
         names = ("dim", "codebook_size", "image_size", "patch_size", "temporal_patch_size", "spatial_depth",
                  "temporal_depth", "dim_head", "heads", "channels", "quantizer", "codebook_dim", "inv_temperature",
-                 "dropout", "recompute")
+                 "dropout")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

@@ -39,14 +39,12 @@ class CViViT(nn.Module):
     spatial_depth   blocks of the spatial transformer, in encoder and decoder each; temporal_depth alike.
     quantizer       lookup_free or cosine, see nn/lookup_free; codebook_dim is the width of a cosine entry and
                     inv_temperature the sharpness of the lookup-free p(c|z).
-    recompute       keep no activations inside blocks; compute them again in the backward pass.
     """
 
     def __init__(self, dim: int = 512, codebook_size: int = 8192, image_size: int | tuple[int, int] = 128,
                  patch_size: int = 8, temporal_patch_size: int = 2, spatial_depth: int = 4, temporal_depth: int = 4,
                  dim_head: int = 64, heads: int = 8, channels: int = 3, *, quantizer: str = "lookup_free",
-                 codebook_dim: int = 32, inv_temperature: float = 1.0, dropout: float = 0.0,
-                 recompute: bool = False) -> None:
+                 codebook_dim: int = 32, inv_temperature: float = 1.0, dropout: float = 0.0) -> None:
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if height % patch_size or width % patch_size:
@@ -57,8 +55,7 @@ class CViViT(nn.Module):
 
         def transformer(over: str) -> Transformer:
             depth = spatial_depth if over == "space" else temporal_depth
-            return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, recompute=recompute,
-                               over=over)
+            return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, over=over)
 
         self.to_patch_emb_first_frame = Linear(values, dim)
         self.to_patch_emb = Linear(temporal_patch_size * values, dim)

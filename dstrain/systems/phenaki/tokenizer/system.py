@@ -190,7 +190,7 @@ class TokenizerSystem(System):
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Architecture and all weights; neither how many frames nor how it was trained."""
         architecture = self.config.network_arguments()
-        left_out = {"dropout", "recompute", "inv_temperature"}
+        left_out = {"dropout", "inv_temperature"}
         if self.config.quantizer != "cosine":
             left_out.add("codebook_dim")
         architecture = {name: value for name, value in architecture.items() if name not in left_out}

@@ -1,0 +1,117 @@
+"""The repeated blocks of a network: compiled one by one, and what each keeps for the backward pass.
+
+A block keeps its place and its names; only its `forward` is replaced, so that hooks of modules stay outside of what is
+compiled. ZeRO-3 has a hook before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
+cut at each of them. `prepare` makes its blocks leaves there, whose weights are gathered by one hook for the whole block.
+
+Dynamo keeps graphs by code object, and guards tell them apart one after the other. All blocks would share the few
+graphs of one function, so each kind of block gets a copy of it: a kind is a structure, the shapes of its inputs, and
+whether gradients are recorded. Without gradients the batch may have any size: then a kind has a graph for batches of
+one and another for all longer ones, and evaluation, the last short batch and a batch doubled by guidance share it.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from dstrain.engine.masters import full_shape
+from dstrain.recipe import Run
+
+# What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
+# within attention that some of torch's implementations make are batched ones (bmm), and not kept.
+PRODUCTS = ("mm", "addmm", "convolution")
+
+
+def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: str | int = "none",
+            compiled: bool = False, scattered: bool = False) -> None:
+    """Gives the blocks of a network, before deepspeed.initialize, the forward pass that a recipe asks for.
+
+    recompute   model.recompute: none, all, attention, or a number k: every k-th block as with all.
+    compiled    by torch.compile; as it is otherwise.
+    scattered   whether the weights will be (ZeRO-3).
+    """
+    repeated = [module for module in network.modules() if isinstance(module, blocks)]
+    if compiled and scattered and repeated:
+        from deepspeed.utils import set_z3_leaf_modules
+        set_z3_leaf_modules(network, list({type(module) for module in repeated}))
+        for module in repeated:
+            module.register_forward_pre_hook(_with_gradient)      # before DeepSpeed's own hooks
+    graphs = Graphs()
+    for number, module in enumerate(repeated, 1):
+        keeps = recompute if isinstance(recompute, str) else "none" if number % recompute else "all"
+        if compiled:
+            module.forward = partial(graphs.forward, module, keeps, structure(module))
+        elif keeps != "none":
+            module.forward = partial(forward, module, keeps)
+
+
+def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
+    """Inputs of which one has a gradient: DeepSpeed would otherwise release a leaf's weights before its backward pass."""
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
+        return inputs
+    first = next(tensor for tensor in tensors if tensor.is_floating_point())
+    return tuple(value.detach().requires_grad_() if value is first else value for value in inputs)
+
+
+def compiles(run: Run) -> bool:
+    """Whether a recipe asks for compiled blocks on this machine."""
+    return run.compile == "on" or (run.compile == "auto" and torch.cuda.is_available())
+
+
+def forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
+    """The forward pass of a block. What is computed again draws the same dropout masks."""
+    plain = partial(type(module).forward, module)
+    if recompute == "none" or not torch.is_grad_enabled():
+        return plain(*inputs, **named)
+    if recompute == "attention":
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=_keep_products, **named)
+    return checkpoint(plain, *inputs, use_reentrant=False, **named)
+
+
+def _keep_products() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts([getattr(torch.ops.aten, name).default for name in PRODUCTS])
+
+
+class Graphs:
+    """The compiled forward passes of a network's blocks, by kind."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[tuple, Callable] = {}
+
+    def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
+        """Like `forward` above; `built` is the structure of the module."""
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]
+        records = torch.is_grad_enabled()
+        kind = (built, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
+        compiled = self._by_kind.get(kind)
+        if compiled is None:
+            compiled = self._by_kind[kind] = torch.compile(_copy(forward), dynamic=False)
+        if not records:
+            for tensor in tensors:
+                if len(tensor) == len(tensors[0]):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(module, recompute, *inputs, **named)
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """The function with a code object of its own."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def structure(block: nn.Module) -> tuple:
+    """What two blocks have in common that one graph serves: classes, shapes of weights, and settings, all the way in."""
+
+    def entries() -> Iterator[tuple]:
+        for module in block.modules():
+            settings = ((name, value) for name, value in vars(module).items()
+                        if name != "training" and isinstance(value, (int, float, str, type(None))))
+            shapes = ((name, tuple(full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
+            yield type(module), *settings, *shapes
+
+    return tuple(entries())

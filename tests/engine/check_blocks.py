@@ -1,0 +1,121 @@
+"""Run by test_blocks.py on one rank: trains, evaluates and draws with eager and with compiled blocks; figures as JSON.
+
+A case is a system, an index of its CASES, a stage, model.recompute, and further entries of the recipe.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from dstrain import recipe, systems
+from dstrain.drawing.sampling import resting
+from dstrain.engine.engines import Engines
+from dstrain.engine.settings import resolve
+from dstrain.engine.start import start
+from dstrain.systems.base import System
+from tests.support.cases import CASES, modules, request
+from tests.support.launch import ROOT
+
+STEPS, BATCH = 2, 4
+PLAIN_COMPILE = torch.compile
+
+
+def build(folder: Path, name: str, index: int, recompute: object, entries: list[str]) -> tuple[recipe.Run, System]:
+    completed = getattr(modules()[name], "completed", lambda config, folder: config)
+    model = completed(CASES[name][index], folder) | {"recompute": recompute}
+    run = recipe.load(ROOT / "tests/launch/tiny.yaml", [f"batch.micro={BATCH}", f"batch.global={BATCH}", *entries])
+    run = run.model_copy(update={"system": name, "model": model})
+    system = systems.build(name, model)
+    return run, system
+
+
+def take(system: System, count: int) -> dict[str, torch.Tensor]:
+    """The first samples of one synthetic batch."""
+    return {name: tensor[:count] for name, tensor in system.synthetic(2 * BATCH).items()}
+
+
+def train(system: System, engines: Engines) -> list[float]:
+    losses = []
+    for _ in range(STEPS):
+        engines.set_lr(0.01)
+        example = system.encode(take(system, BATCH))
+        for part in system.turns(0):
+            with engines.turn(part) as nets:
+                loss = system.loss(part, nets, example)["loss"]
+                engines.learn(part, loss)
+            losses.append(loss.item())
+    return losses
+
+
+def rest(name: str, system: System, engines: Engines, counts: list[int]) -> None:
+    """Evaluates and, where the system can, draws for batches of these sizes."""
+    nets = engines.modules
+    with torch.no_grad(), resting(nets):
+        for count in counts:
+            system.evaluate(nets, system.encode(take(system, count)))
+            if type(system).sample is not System.sample:
+                system.sample(nets, request(name, system, list(range(count))))
+
+
+def graphs(engines: Engines) -> dict[tuple, list]:
+    """The compiled functions of each kind of block: those with gradients and without."""
+    kinds: dict[tuple, list] = {}
+    for part, network in engines.modules.items():
+        for module in network.modules():
+            if isinstance(getattr(module.forward, "func", None), type(network.forward)) \
+                    and hasattr(module.forward.func.__self__, "_by_kind"):
+                for key, compiled in module.forward.func.__self__._by_kind.items():
+                    structure, recompute, records, *shapes = key
+                    shapes = [tuple(shape)[1:] if records else tuple(shape) for shape in shapes]
+                    kinds.setdefault((part, structure, recompute, *shapes), set()).add(compiled)
+    return kinds
+
+
+def main(folder: Path, cases: list[list], backend: str) -> None:
+    start()
+    figures = {}
+    for name, index, stage, recompute, *entries in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        number: Counter = Counter()
+
+        def compile_(function, **options):
+            def counted(graph, inputs):
+                number[compiled] += 1
+                return torch._dynamo.lookup_backend(backend)(graph, inputs)
+            compiled = PLAIN_COMPILE(function, backend=counted, **options)
+            return compiled
+
+        torch.compile = compile_
+        told, state = {}, {}
+        for way in ("off", "on"):
+            run, system = build(folder, name, index, recompute if way == "on" else "none", [f"compile={way}", *entries])
+            settings = resolve({"zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0}
+                                                                         if stage == 3 else {})}}, run, 1, "cpu")
+            torch.manual_seed(0)
+            engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+            losses = train(system, engines)
+            told[way] = losses
+            state[way] = torch.cat([flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats])
+            if way == "on":
+                rest(name, system, engines, [BATCH, 3, 1])
+        first = counters["stats"]["unique_graphs"]
+        kinds = graphs(engines)
+        each = [sum(number[compiled] for compiled in found) for found in kinds.values()]
+        breaks = dict(counters["graph_break"])
+        rest(name, system, engines, [3, BATCH, 1, 2])
+        train(system, engines)
+        figures["-".join(map(str, (name, index, stage, recompute, *entries)))] = {
+            "losses": told, "apart": (state["on"] - state["off"]).abs().max().item(), "graphs": first,
+            "each": each, "later": counters["stats"]["unique_graphs"] - first,
+            "breaks": [why[:300] for why in breaks]}
+        print(list(figures)[-1], list(figures.values())[-1], flush=True)
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,96 @@
+"""Blocks that are compiled, and blocks that compute again what they do not keep."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dstrain.engine import blocks
+from dstrain.engine.blocks import prepare
+from dstrain.recipe import ConfigError
+from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
+from tests.support import counting
+from tests.support.launch import launch
+
+# System, index of its CASES, stage, model.recompute, entries of the recipe. Every system, stage and choice occurs.
+CASES = [["dit", 0, 3, "attention"], ["iddpm", 2, 1, "all", "channels_last=true"], ["vae", 0, 3, "none"],
+         ["vae", 2, 3, "all"], ["phenaki", 1, 3, "all"], ["phenaki", 2, 0, "attention"],
+         ["phenaki.tokenizer", 1, 2, 2], ["prior", 1, 3, "all"]]
+UNET = {"in_channels": 1, "num_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 1), "attention_levels": (1,),
+        "num_heads": 2}
+
+
+def gradients(recompute):
+    """Of a small UNet with dropout."""
+    torch.manual_seed(0)
+    network = UNet(**UNET, dropout=0.3)
+    for weight in network.parameters():
+        nn.init.normal_(weight, std=0.2)
+    prepare(network, (ResBlock, AttentionBlock), recompute)
+    torch.manual_seed(1)
+    network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).square().mean().backward()
+    return [weight.grad for weight in network.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["all", "attention", 2])
+def test_the_same_dropout(recompute, monkeypatch):
+    """Oracle: the gradients without recomputation, to the last bit. Without the generator's state they are others."""
+    plain, again = gradients("none"), gradients(recompute)
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    checkpoint = blocks.checkpoint
+    monkeypatch.setattr(blocks, "checkpoint", lambda *inputs, **named: checkpoint(*inputs, **named,
+                                                                                  preserve_rng_state=False))
+    careless = gradients(recompute)
+    assert not all(torch.equal(one, other) for one, other in zip(plain, careless, strict=True))
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.sin(x * self.weight)
+
+
+@pytest.mark.parametrize("recompute, calls", [("none", [1] * 5), ("all", [2] * 5), (2, [1, 2, 1, 2, 1]), (1, [2] * 5),
+                                              (4, [1, 1, 1, 2, 1])])
+def test_which_blocks_are_computed_again(recompute, calls):
+    """Oracle: by hand: every k-th block is called twice in a training step, and once where nothing is learned."""
+    network = nn.Sequential(*(Counted() for _ in range(5)))
+    prepare(network, (Counted,), recompute)
+    network(torch.ones(2, 3)).sum().backward()
+    assert [block.calls for block in network] == calls
+    with torch.no_grad():
+        network(torch.ones(2, 3))
+    assert [block.calls - 1 for block in network] == calls
+
+
+def test_names_of_the_choice():
+    """Oracle: the table in README.md; true and false are the names of all and none in older recipes."""
+    for value, name in ((True, "all"), (False, "none"), (3, 3), ("attention", "attention")):
+        assert counting.Config(recompute=value).recompute == name
+    for value in (0, -1, "blocks", 1.5, None):
+        with pytest.raises((ConfigError, ValueError), match="none, attention, all, or a number k"):
+            counting.Config(recompute=value)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocks")
+    launch("tests/engine/check_blocks.py", folder, json.dumps(CASES), "aot_eager", num=1)
+    return json.loads((folder / "figures.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_compiled(figures, case):
+    """Oracle: eager blocks that keep everything: losses and weights of two steps. No block is cut, each kind has three
+    graphs at most (training, drawing and evaluation, those of a batch of one), and going on compiles nothing.
+    """
+    found = figures["-".join(map(str, case))]
+    assert found["breaks"] == [] and found["later"] == 0
+    assert 0 < found["graphs"] == sum(found["each"]) and max(found["each"]) <= 3
+    assert found["apart"] < 1e-4 and found["losses"]["on"] == pytest.approx(found["losses"]["off"], rel=1e-5)
