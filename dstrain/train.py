@@ -22,7 +22,7 @@ from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.saver import Saver
-from dstrain.engine.settings import remarks
+from dstrain.engine.settings import precision, remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.ranks.endings import DONE, STOPPED
@@ -233,7 +233,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     for note in notes:
         tracker.note(note)
     saves.saver.report = tracker.note
-    throughput = Throughput(run, first, lambda: batches.wait_seconds)
+    throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings))
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
                     micro, stops, watchdog, tracker, throughput, course, first)
 
