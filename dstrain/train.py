@@ -59,9 +59,8 @@ class Training:
 
     def close(self) -> None:
         """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
-        self.saver.close()
-        self.batches.close()
-        self.tracker.close()
+        for part in (self.saver, self.throughput, self.batches, self.tracker):
+            part.close()
         self.stops.restore()
 
 
@@ -94,6 +93,7 @@ def loop(training: Training) -> int:
         applied = engines.applied()
         training.ema.update(done, applied)
         done += 1
+        throughput.at(done)
         training.saver.look()                                     # reports a save that has ended meanwhile
         if trouble := course.trouble(done, all(applied.values()), losses):
             done = go_back(training, done, trouble)               # raises where there is no way back
@@ -134,10 +134,9 @@ def record(training: Training, done: int, stop: bool) -> None:
 
 def end_without_data(training: Training, done: int) -> None:
     """ConfigError, NotRead, on all ranks: some rank has no samples for the next step, and `done` steps are saved."""
-    for problem in group.objects(training.batches.problem):
-        if problem is not None:
-            training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
-            raise problem
+    for problem in filter(None, group.objects(training.batches.problem)):
+        training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
+        raise problem
 
 
 def catch_up(training: Training, done: int) -> None:
@@ -233,7 +232,8 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     for note in notes:
         tracker.note(note)
     saves.saver.report = tracker.note
-    throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings))
+    throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile,
+                            tracker.note)
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
                     micro, stops, watchdog, tracker, throughput, course, first)
 

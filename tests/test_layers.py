@@ -24,7 +24,7 @@ RULES = {
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
     "track.flops": ("ranks", "recipe", "data", "systems.base"),
-    "track.throughput": ("recipe", "systems.base", "track.flops"),
+    "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),

@@ -9,24 +9,36 @@ import torch
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.track.flops import Utilization
+from dstrain.track.profile import Profile
 
 
 class Throughput:
     """What happened since the last report. `waited` tells the seconds spent waiting for data so far.
 
     system, precision: what learns and in what it computes, fp32, bf16 or fp16; with both mfu is reported, see flops.py.
+    window, note: the steps to record, and what writes a line into the log about them, see profile.py.
     """
 
     def __init__(self, run: Run, first: int, waited: Callable[[], float], system: System | None = None,
-                 precision: str = "fp32") -> None:
+                 precision: str = "fp32", window: tuple[int, int, int] | None = None,
+                 note: Callable[[str], None] = print) -> None:
         self._run = run
         self._waited = waited
+        self._profile = Profile(run.directory, window, first, note)
         self._utilization = None if system is None else Utilization(run, system, precision)
         self.begin(first)
 
     def begin(self, done: int) -> None:
         """Begins an interval after `done` steps."""
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
+
+    def at(self, done: int) -> None:
+        """Call after each step."""
+        self._profile.at(done)
+
+    def close(self) -> None:
+        """Writes what was recorded of a run that ended meanwhile."""
+        self._profile.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
