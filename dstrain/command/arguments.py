@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
         weights.add_argument("--raw", action="store_true")
         self.add_argument("--checkpoint", type=count, dest="step")
 
+    def add_precision(self) -> None:
+        """--precision fp32, tf32 or bf16, see encoders/precision.py."""
+        self.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """What was typed, by name. --help ends the process."""
         return self.values(self.parse_args(argv))
