@@ -30,6 +30,7 @@ from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.source import Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render
+from dstrain.encoders.precision import computing
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs.first_stage import Encoder, FirstStage
@@ -47,7 +48,8 @@ def encode(options: EncodeOptions) -> dict[str, Any]:
         path = options.data or plan.stage.data.path
         print(f"data: {path}, {options.split}: {plan.source.describe()}", flush=True)
     count = -(-encoding["number"] // options.shard_size)
-    with _one_thread(), claimed(options.out, "encodes", lambda: _prepare(options, plan.stage, encoding)):
+    prepare = lambda: _prepare(options, plan.stage, encoding)
+    with _one_thread(), computing(options.precision), claimed(options.out, "encodes", prepare):
         records = _whole(options.out, encoding, range(group.rank(), count, group.world()))
         whole = set(of_all_ranks(records))
         missing = [number for number in range(count) if number not in whole]
@@ -93,7 +95,7 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
         changes = [f"{key} {described(key, old.get(key), old_names)} there, {described(key, value, names)} here"
-                   for key, value in encoding.items() if old.get(key) != value]
+                   for key in {**old, **encoding} if old.get(key) != (value := encoding.get(key))]
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
     if strangers := shards.strangers(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"

@@ -30,6 +30,7 @@ from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
 from dstrain.drawing.sampling import Means
+from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
@@ -53,7 +54,7 @@ class EvaluateOptions:
     step: int | None = None                       # checkpoint; None: the newest whole one
     batch: int = 32                               # samples of one rank at a time
     data: str | None = None                       # another folder of images, videos or pairs, all of it
-    bf16: bool = False                            # networks in bf16 instead of float32
+    precision: Precision = "fp32"                 # of the trained networks
     out: Path | None = None                       # None: FOLDER/evaluation
 
 
@@ -62,6 +63,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
     ConfigError: what cannot be, with the remedy.
     """
+    require(options.precision)
     begin = time.perf_counter()
     run = trained.read(options.folder)
     system = systems.build(run.system, run.model)
@@ -71,9 +73,10 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     checkpoint = trained.checkpoint(options.folder, options.step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     out = _folder(options)
-    networks = trained.networks(system, checkpoint, kinds, torch.bfloat16 if options.bf16 else torch.float32)
-    means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
-                    show=group.rank() == 0)
+    networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
+    with computing(options.precision):
+        means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
+                        show=group.rank() == 0)
     unreadable = sorted(set().union(*group.objects(source.unreadable)))
     seal, device = manifest(checkpoint), group.device()
     data = {"path": options.data or run.data.path, "fingerprint": source.whole.fingerprint(),
@@ -81,7 +84,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     result = {
         "run": run.name, "system": run.system, "step": seal["step"], "weights": kinds, "split": _split(options),
         "samples": len(source), "samples_of_split": len(source.whole), "num_steps": options.num_steps, **means,
-        "data": data, "seed": run.seed, "precision": "bf16" if options.bf16 else "float32",
+        "data": data, "seed": run.seed, "precision": options.precision,
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "trained_with": seal["versions"], "ranks": group.world(), "batch": options.batch,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -230,7 +233,7 @@ def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:
         words.append(f"n{result['samples']}")
     if options.num_steps is not None:
         words.append(f"steps{options.num_steps}")
-    return "_".join([*words, *(["bf16"] if options.bf16 else [])])
+    return "_".join([*words, *([options.precision] if options.precision != "fp32" else [])])
 
 
 def report(path: Path, result: dict[str, Any]) -> str:

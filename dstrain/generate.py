@@ -18,6 +18,7 @@ from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, fol
 from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw, draw_all
 from dstrain.drawing.scenes import Length, frames_of_scenes, go_on, length, read_prime
+from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
@@ -52,6 +53,7 @@ class GenerateOptions:
     prime_frames: int | None = None            # that are given, or go over from scene to scene
     formats: tuple[str, ...] | None = None     # of files; None: all
     fps: int = FPS
+    precision: Precision = "fp32"              # of the trained networks; a first stage decodes in fp32 or tf32
 
 
 Opened = tuple[Path, Run, System]
@@ -69,16 +71,18 @@ class ReadyRun:
 
 def generate(options: GenerateOptions) -> Path:
     """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
+    require(options.precision)
     first, *then = (_open(options.folder, options), *map(_open, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _length(options, run, system)
     images = _begin(options, first, then, clip)
-    runs = [_load(*first, options.step, options.ema, options.raw), *(_load(*later) for later in then)]
+    dtype = dtype_of(options.precision)
+    runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
     scenes = _later_scenes(options, run, system)
     request, captions = _request(options, run, system, images, clip, sampler)
     out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
-    with write_errors(f"--out {out}", "make room, or name a folder elsewhere"):
+    with write_errors(f"--out {out}", "make room, or name a folder elsewhere"), computing(options.precision):
         _write(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
@@ -114,11 +118,10 @@ def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
     return folder, run, system
 
 
-def _load(folder: Path, run: Run, system: System, step: int | None = None, ema: float | None = None,
-          raw: bool = False) -> ReadyRun:
+def _load(folder: Path, run: Run, system: System, dtype: torch.dtype, step: int | None = None,
+          ema: float | None = None, raw: bool = False) -> ReadyRun:
     checkpoint = trained.checkpoint(folder, step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
-    dtype = torch.bfloat16 if group.device().type == "cuda" else torch.float32
     return ReadyRun(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
 
 

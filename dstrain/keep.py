@@ -21,7 +21,7 @@ from dstrain.runs import folders
 
 FRUITLESS = 4                                # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0                             # seconds between two starts
-_ONCE = {"--from-scratch": 0, "--step": 1}   # options of one command alone, and how many words follow them
+_ONCE = {"--from-scratch": 0, "--step": 1, "--profile": 1}    # options of one command alone, with the words they take
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _SUBREAPER = 36                              # prctl: orphans below this process become its children
 

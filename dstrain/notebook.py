@@ -67,18 +67,17 @@ class TrainedRun:
 
 
 def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, step: int | None = None,
-         device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> TrainedRun:
+         device: str | torch.device | None = None, dtype: torch.dtype = torch.float32) -> TrainedRun:
     """A run's folder, or what `launch/export.py --format safetensors` has made of one.
 
     ema: decay of the average to take, None for the recipe's choice. raw: the training weights instead. step: of the
-    checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the weights, None
-    for bfloat16 on a GPU and float32 on a CPU. ConfigError: it is no such folder, or holds no such weights.
+    checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the weights.
+    ConfigError: it is no such folder, or holds no such weights.
     """
     if raw and ema is not None:
         raise ConfigError("ema= and raw= choose different weights: give one of the two")
     folder = Path(folder)
     device = torch.device(device) if device is not None else group.device()
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     exported = (folder / _EXPORTED).exists() and not (folder / "run.yaml").exists()
     run = recipe.load(folder / _EXPORTED) if exported else trained.read(folder)
     system = systems.build(run.system, run.model)

@@ -21,7 +21,7 @@ from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.saver import Saver
-from dstrain.engine.settings import remarks
+from dstrain.engine.settings import precision, remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.ranks.endings import DONE, STOPPED
@@ -58,9 +58,8 @@ class Training:
 
     def close(self) -> None:
         """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
-        self.saver.close()
-        self.batches.close()
-        self.tracker.close()
+        for part in (self.saver, self.throughput, self.batches, self.tracker):
+            part.close()
         self.stops.restore()
 
 
@@ -93,6 +92,7 @@ def loop(training: Training) -> int:
         losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast)
         training.ema.update(done, engines.applied())
         done += 1
+        throughput.at(done)
         training.saver.look()                                     # reports a save that has ended meanwhile
         stop = ballot.outcome()                                   # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
@@ -133,10 +133,9 @@ def record(training: Training, done: int, stop: bool) -> None:
 
 def end_without_data(training: Training, done: int) -> None:
     """ConfigError, NotRead, on all ranks: some rank has no samples for the next step, and `done` steps are saved."""
-    for problem in group.objects(training.batches.problem):
-        if problem is not None:
-            training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
-            raise problem
+    for problem in filter(None, group.objects(training.batches.problem)):
+        training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
+        raise problem
 
 
 def catch_up(training: Training, done: int) -> None:
@@ -235,7 +234,8 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     for note in notes:
         tracker.note(note)
     saves.saver.report = tracker.note
-    throughput = Throughput(run, first, lambda: batches.wait_seconds)
+    throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile,
+                            tracker.note)
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
                     micro, stops, watchdog, tracker, throughput, course, first)
 

@@ -20,6 +20,7 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --image-size N        pixels (the run's)
   --batch N             images or clips of one call of the first stage (32)
   --dtype NAME          of latents and texts: float16 or float32 (float16)
+  --precision NAME      of the first stage: fp32, tf32 or bf16 (fp32)
   --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
   --ema DECAY | --raw   of a run: an average of this decay, or the training weights (the run's first average)
@@ -59,6 +60,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
     parser.add_argument("--shard-size", "--shard_size", type=arguments.positive, default=4096)
     parser.add_weights()
+    parser.add_precision()
     parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=arguments.share, default=0.01)
     parser.add_argument("--image-encoder", "--image_encoder")
     parser.add_argument("--text-encoder", "--text_encoder")

@@ -17,7 +17,7 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --batch N             images of one rank at a time; changes no figure (32)
-  --bf16                networks in bf16: faster on a GPU, slightly other figures (float32)
+  --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32)
   --out DIR             where to write (RUN/evaluation)
 
 The same question again replaces its own files. A chain of T timesteps calls the network T times for each image.
@@ -38,7 +38,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_weights()
     parser.add_argument("--batch", type=arguments.positive, default=32)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_precision()
     parser.add_argument("--out", type=Path)
     words = parser.words(argv)
     if words["folder"] is None:

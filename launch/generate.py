@@ -22,6 +22,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --guidance-scale S    classifier-free guidance, 1 is none (the run's)
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
+  --precision NAME      fp32, tf32 (products in TF32) or bf16 (weights and activations) (fp32)
   --batch N             pictures of one rank at a time (16)
   --out DIR             where to write (RUN/generated, generated_2, ...)
   --no-pngs             only the grid and the .npz
@@ -58,6 +59,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--sampler")
     parser.add_argument("--guidance-scale", "--guidance_scale", type=arguments.scale)
     parser.add_weights()
+    parser.add_precision()
     parser.add_argument("--batch", type=arguments.positive, default=16)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-pngs", action="store_false", dest="pngs")

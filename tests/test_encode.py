@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from dstrain import rng, systems
 from dstrain.caches.plan import planned
+from dstrain.data import shards
 from dstrain.data.batches import Batches
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
@@ -109,10 +110,17 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
                            (dict(image_size=32), "image_size 16 there, 32 here"),
                            (dict(dtype="float16"), "dtype float32 there, float16 here"),
                            (dict(shard_size=10), "shard_size 11 there, 10 here"),
+                           (dict(precision="bf16"), "precision None there, bf16 here"),
                            (dict(flip=False), "flips 2 there, 1 here")):
         with pytest.raises(ConfigError, match=words):
             encode(options(out, vae, images, **changes))
     assert content(out) == before
+    rounded = encode(options(tmp_path / "rounded", vae, images, precision="bf16"))
+    with pytest.raises(ConfigError, match="precision bf16 there, None here"):
+        encode(options(tmp_path / "rounded", vae, images))
+    assert rounded["encoding"]["first_stage"] == shards.read_index(out)["encoding"]["first_stage"]
+    exact, near = (load_file(path / shards.shard_name(0))["moments"] for path in (out, tmp_path / "rounded"))
+    assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
 
 
 def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):

@@ -104,15 +104,34 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
     assert len(found.value.problems) == 1 and "\n" not in str(found.value)
 
 
-def test_a_full_disk(tmp_path):
-    """Oracle: a process whose files may not grow beyond 2 kB: what is wrong, in a line."""
+@pytest.fixture
+def tiny(tmp_path):
+    """The folder of a run of random weights."""
     run = recipe.load(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1"])
     run = recipe.check(run, systems.config_class("dit"))
-    folder = checkpoints.write(tmp_path / "run", run, systems.build("dit", run.model).networks())
+    networks = systems.build("dit", run.model).networks()
+    torch.manual_seed(0)
+    for weight in networks["denoiser"].parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    return checkpoints.write(tmp_path / "run", run, networks)
+
+
+def test_precision(tiny, tmp_path):
+    """Oracle: the same pictures in fp32, up to rounding to 8 bits of mantissa, and the same bytes given twice."""
+    drawn = []
+    for name, words in (("exact", {}), ("again", {}), ("near", {"precision": "bf16"})):
+        out = generate(GenerateOptions(tiny, num=4, num_steps=3, out=tmp_path / name, pngs=False, **words))
+        drawn.append(np.load(next(out.glob("*.npz")))["arr_0"].astype(float))
+    exact, again, near = drawn
+    assert np.array_equal(exact, again) and 0 < np.abs(near - exact).mean() < 2
+
+
+def test_a_full_disk(tiny, tmp_path):
+    """Oracle: a process whose files may not grow beyond 2 kB: what is wrong, in a line."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.*: make room"):
-            generate(GenerateOptions(folder, num=2, out=tmp_path / "out"))
+            generate(GenerateOptions(tiny, num=2, out=tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

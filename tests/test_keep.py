@@ -89,10 +89,11 @@ def test_ends(keep, tmp_path, plan, options, code, count):
 
 
 def test_options_of_one_command_are_not_given_again(keep, tmp_path):
-    """Oracle: the command lines of all starts: --from-scratch and --step N stand in the first alone."""
-    keep(["10 1", "30 0"], "--from-scratch", "seed=3").wait(120)
+    """Oracle: the command lines of all starts: --from-scratch, --step N and --profile A:B stand in the first alone."""
+    once = ["--from-scratch", "--profile", "3:5"]
+    keep(["10 1", "30 0"], *once, "seed=3").wait(120)
     first, second = (line.split()[1:] for line in starts(tmp_path))
-    assert first == [*second[:2], "--from-scratch", "seed=3"] and second[2:] == ["seed=3"]
+    assert first == [*second[:2], *once, "seed=3"] and second[2:] == ["seed=3"]
 
 
 def test_a_signal_is_passed_on(keep, tmp_path):

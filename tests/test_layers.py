@@ -23,6 +23,8 @@ RULES = {
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
+    "track.flops": ("ranks", "recipe", "data", "systems.base"),
+    "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),

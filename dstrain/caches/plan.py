@@ -11,6 +11,7 @@ from dstrain.data.latents import is_encoded
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Windows
+from dstrain.encoders.precision import Precision, require
 from dstrain.encoders.text import TextEncoder
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, reworded
@@ -41,6 +42,7 @@ class EncodeOptions:
     raw: bool = False                          # of a run: the training weights instead of an average
     step: int | None = None                    # of a run: checkpoint; None: the newest whole one
     max_bad_fraction: float = 0.01             # of the samples, replaced where unreadable
+    precision: Precision = "fp32"              # of the first stage
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,11 @@ class Plan:
 
 def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
+    require(options.precision)
     if options.run is not None:
-        stage = first_stage.of_run(options.run, options.ema, options.raw, options.step)
+        stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
-        stage = first_stage.of_diffusers(options.first_stage, options.image_size)
+        stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
     for name in () if _of_videos(stage) else ("clips", "captions", "text_encoder", "max_text_len"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for videos, and {stage.name} encodes images: leave it "
@@ -97,6 +100,8 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         "shard_size": options.shard_size, "batch": options.batch, "first_stage": stage.fingerprint,
         # All files will be read: their sizes cost little and tell of a changed one.
         "data": group.from_first(source.contents() if group.rank() == 0 else None)}
+    if options.precision != "fp32":                      # of which earlier folders say nothing
+        encoding["precision"] = options.precision
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
     if _of_videos(stage):

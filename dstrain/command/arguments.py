@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
         weights.add_argument("--raw", action="store_true")
         self.add_argument("--checkpoint", type=count, dest="step")
 
+    def add_precision(self) -> None:
+        """--precision fp32, tf32 or bf16, see encoders/precision.py."""
+        self.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """What was typed, by name. --help ends the process."""
         return self.values(self.parse_args(argv))
@@ -76,6 +80,18 @@ def share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
     return value
+
+
+def window(text: str) -> tuple[int, int, int]:
+    """Steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where it is left out."""
+    words = text.split(":")
+    if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B or A:B:N, such as 10:13 for the three steps after step "
+                                         "10, or 10:13:8 for those of every eighth rank")
+    first, last, ranks = (*map(int, words), 1)[:3]
+    if first >= last or ranks < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no step: write A:B with A below B, and N above 0")
+    return first, last, ranks
 
 
 def labels(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrain.command.arguments import Parser, positive
+from dstrain.command.arguments import Parser, positive, window
 from dstrain.command.ending import run_main
 from dstrain.command.job import Job, JobOptions, checked, prepare
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
@@ -35,6 +35,7 @@ usage:  [deepspeed [--hostfile FILE]] {script} [options] [key=value ...]
   --allow-change       resume although the recipe changes what the run is
   --step N             go on from checkpoint N; newer ones are moved aside, into
                        earlier_N/. For one command: typed again it does so again
+  --profile A:B[:N]    record the steps after A up to B in RUN/profile/, of every N-th rank (each)
   --trust-pickle       resume from DeepSpeed's own files, and run what they hold
   --deepspeed, --local_rank N     accepted from launchers
   -h, --help           this text
@@ -66,6 +67,7 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
     parser.add_argument("--step", type=positive)
+    parser.add_argument("--profile", type=window)
     for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--trust-pickle", "--deepspeed"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("overrides", nargs="*")
@@ -80,7 +82,7 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
     return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
                       _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
                       parsed.dry_run, parsed.print_config, from_scratch=parsed.from_scratch, step=parsed.step,
-                      allow_change=parsed.allow_change, trust_pickle=parsed.trust_pickle)
+                      allow_change=parsed.allow_change, trust_pickle=parsed.trust_pickle, profile=parsed.profile)
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:

@@ -165,6 +165,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     _check_step(run, options)
+    _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)
     return remarks if options.print_config else remarks + probe(run, system, source)
 
@@ -182,6 +183,19 @@ def _check_step(run: Run, options: JobOptions) -> None:
     if options.step not in steps:
         raise ConfigError(f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
                           f"{', '.join(map(str, steps)) or 'none'}")
+
+
+def _check_profile(run: Run, options: JobOptions) -> None:
+    """ConfigError: the steps of --profile are not taken by this command."""
+    if options.profile is None:
+        return
+    first, last, _ = options.profile
+    begin = 0 if options.from_scratch else options.step or folders.last_saved(run.directory)
+    if last > run.steps:
+        raise ConfigError(f"--profile: step {last} lies beyond steps={run.steps}: name steps up to that")
+    if first < begin:
+        raise ConfigError(f"--profile: the run goes on from step {begin}, behind step {first}: name steps from {begin} "
+                          "on, or leave it out")
 
 
 def _require_samples(run: Run, system: System) -> None:

@@ -203,16 +203,24 @@ class _Stream:
         self.global_batch, self.seed = global_batch, seed
 
     def __getitem__(self, stream: range) -> dict:
+        if self.source.expects:                   # what the next step takes: the disk reads it during this one
+            index, mirrored, *_ = self._drawn(range(stream.start + self.global_batch, stream.stop + self.global_batch))
+            self.source.expect(index, mirrored)
+        index, mirrored, key, positions, step = self._drawn(stream)
+        chance = rng.uniform(key, self.source.chance_name) if self.source.chance_name else None
+        batch, bad = self.source.read_batch(index, mirrored, chance)
+        steps = torch.full_like(positions, step)
+        return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
+
+    def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+        """Of each sample its index, whether it is mirrored, its key and its position (b,) in the step; and the step."""
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)                                 # (b,)
         index = self.order.index_at(positions)
         positions -= step * self.global_batch
         key = rng.keys(self.seed, step, positions)
         mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None                    # (b,)
-        chance = rng.uniform(key, self.source.chance_name) if self.source.chance_name else None
-        batch, bad = self.source.read_batch(index, mirrored, chance)
-        steps = torch.full_like(positions, step)
-        return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
+        return index, mirrored, key, positions, step
 
 
 def _positions(step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int,

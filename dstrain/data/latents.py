@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_index
+from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
@@ -51,6 +51,7 @@ class Latents(Source):
     split: str = "all"
     held_out: float = 0.0
     batched = True
+    expects = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -98,11 +99,7 @@ class Latents(Source):
 
         ConfigError: some are mirrored, and the folder has no mirrored images.
         """
-        number = index.numpy() if self.members is None else self.members[index.numpy()]
-        flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
-        if flip.any() and self.encoding["flips"] == 1:
-            raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
-        shards, rows = np.divmod(number, self.encoding["shard_size"])
+        shards, rows, codes_rows = self._places(index, mirrored)
         groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()                # (b,)
         if groups.any():                                             # a large batch from more shards than may be mapped
             parts = [self.take(index[groups == group], None if mirrored is None else mirrored[groups == group])
@@ -114,14 +111,33 @@ class Latents(Source):
         def gathered(name: str, places: np.ndarray) -> Tensor:
             return torch.from_numpy(_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places))
 
-        codes = gathered("codes", rows * self.encoding["flips"] + flip).view(len(number), *_shape(self.encoding))
+        codes = gathered("codes", codes_rows).view(len(index), *_shape(self.encoding))
         rest = {name: gathered(name, rows) for name in ("label", *self.extras)}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
         return {"latent_mean": codes[:, 0], "latent_std": codes[:, 1], **rest}
 
+    def _places(self, index: Tensor, mirrored: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each sample its shard, its row there, and the row of its codes. ConfigError as `take`."""
+        number = index.numpy() if self.members is None else self.members[index.numpy()]
+        flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
+        if flip.any() and self.encoding["flips"] == 1:
+            raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
+        shards, rows = np.divmod(number, self.encoding["shard_size"])
+        return shards, rows, rows * self.encoding["flips"] + flip
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+        """As of Source: codes and encoded captions. What is small is read when a shard is opened."""
+        shards, rows, codes_rows = self._places(index, mirrored)
+        for shard in np.unique(shards).tolist():
+            arrays, here = self._shard(shard), shards == shard
+            read_ahead(arrays["codes"], codes_rows[here])
+            if "text_encodings" in arrays:
+                read_ahead(arrays["text_encodings"], rows[here])
+
     def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        self.expect(index, mirrored)                                 # the first batches, which nobody has expected
         return self.take(index, mirrored), []
 
     def describe(self) -> str:
@@ -154,6 +170,9 @@ class Latents(Source):
             stored = arrays[name].shape if name in arrays else None
             if stored != (rows, *shape):
                 raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
+        for name in ("label", *self.extras):
+            if name != "text_encodings":
+                read_ahead(arrays[name][None], np.zeros(1, np.int64))
         return arrays | {"codes": arrays[codes].reshape(rows * self.encoding["flips"], -1)}
 
     def verify(self) -> None:

@@ -62,6 +62,7 @@ class Source(ABC):
     uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
     chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
     batched: bool = False                  # `read_batch` is faster than item by item
+    expects: bool = False                  # `expect` begins to read what lies on a disk
 
     @abstractmethod
     def __len__(self) -> int:
@@ -114,6 +115,9 @@ class Source(ABC):
     def first(self) -> Item:
         """The first sample that can be read. ConfigError: none of the first 1000 can."""
         return read_items(self, [0])[0][0]
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+        """Samples that are read soon, as of `read_batch`. Does not wait for them."""
 
     def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:

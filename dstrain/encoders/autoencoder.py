@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.frozen import Frozen
+from dstrain.encoders.precision import Precision, cast, computing, usual
 from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
@@ -43,7 +44,7 @@ class Autoencoder(Frozen):
 
     def __init__(self, path: str, scaling_factor: float | None = None, shift: float | None = None) -> None:
         super().__init__()
-        self.vae = _load(path).eval().requires_grad_(False)
+        self.vae, self.precision = _load(path).eval().requires_grad_(False), "fp32"
         config = self.vae.config
         self.scaling_factor = config.scaling_factor if scaling_factor is None else scaling_factor
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
@@ -52,7 +53,8 @@ class Autoencoder(Frozen):
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Float32 latents drawn from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
-        return self.draw(*posterior(self.vae, image), key)
+        with computing(self.precision):
+            return self.draw(*posterior(self.vae, image), key)
 
     def draw(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
         """Float32 latents as `encode` draws them, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
@@ -62,7 +64,7 @@ class Autoencoder(Frozen):
     def decode(self, latents: Tensor) -> Tensor:
         """Float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
         latents = latents / self.scaling_factor + self.shift
-        return self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+        return self.vae.decode(latents.to(_dtype(self.vae.decoder))).sample.float()
 
     def fingerprint(self) -> str:
         """Hash of architecture and weights, see the function of this name. To be asked before `drop_encoder`."""
@@ -72,6 +74,15 @@ class Autoencoder(Frozen):
         """What decides the latents of an image: scaling_factor, shift and fingerprint."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
+    def encode_in(self, precision: Precision | None) -> None:
+        """From now on `encode` computes in it, None for tf32 where the GPU has it. `decode` stays float32, and
+        `fingerprint` is to be asked before.
+        """
+        self.precision = precision = precision or usual()
+        for network in (self.vae.encoder, self.vae.quant_conv):
+            if network is not None:
+                cast(network, precision)
+
     def drop_encoder(self) -> None:
         """Frees the encoder's memory, where latents come from a cache."""
         self.vae.encoder = self.vae.quant_conv = None
@@ -80,7 +91,7 @@ class Autoencoder(Frozen):
 @torch.no_grad()
 def posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation, float32, of an AutoencoderKL's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
-    moments = vae.encode(image.to(vae.dtype)).latent_dist.parameters.float()
+    moments = vae.encode(image.to(_dtype(vae.encoder))).latent_dist.parameters.float()
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
 
@@ -108,6 +119,10 @@ def fingerprint(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _dtype(network: nn.Module) -> torch.dtype:
+    return next(network.parameters()).dtype
 
 
 def _on_hub(path: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dstrain import systems
 from dstrain.encoders import autoencoder
 from dstrain.encoders.codec import Codec, require_codes
+from dstrain.encoders.precision import Precision, cast
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, reworded
@@ -36,7 +37,8 @@ class FirstStage:
     data: Data | None = None                   # what a run learned from
 
 
-def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None) -> FirstStage:
+def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None,
+           precision: Precision = "fp32") -> FirstStage:
     """Of a run's folder, or of one that launch/export.py RUN --format safetensors or launch/consolidate.py has written.
 
     ConfigError: the folder is neither, its system encodes nothing, or weights are absent or damaged.
@@ -50,6 +52,7 @@ def of_run(folder: Path, ema: float | None = None, raw: bool = False, step: int 
     else:
         codec = _of_checkpoint(folder, ema, raw, step)
     codec.to(group.device())
+    cast(codec, precision)
 
     def codes(batch: Batch) -> np.ndarray:
         pixels = batch["video"] if "video" in batch else batch["image"]
@@ -73,14 +76,16 @@ def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None)
     return Codec(networks[first], system, run, str(folder), _RUN)
 
 
-def of_diffusers(path: str, image_size: int | None) -> FirstStage:
+def of_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
     """Of a diffusers AutoencoderKL, by folder or hub name. ConfigError: not to be loaded, or another size."""
     with reworded(options={"first_stage.path:": f"--first-stage {path}:"}):
         vae = autoencoder.Autoencoder(path).to(group.device())
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
     codes = lambda batch: _moments(*autoencoder.posterior(vae.vae, batch["image"].float() / 127.5 - 1))
-    return FirstStage(path, vae.fingerprint(), vae.image_channels, codes)
+    fingerprint = vae.fingerprint()
+    vae.encode_in(precision)
+    return FirstStage(path, fingerprint, vae.image_channels, codes)
 
 
 def _moments(mean: Tensor, std: Tensor) -> np.ndarray:

@@ -35,6 +35,7 @@ class Resume:
     allow_change: bool = False               # goes on although the recipe or the data changed
     step: int | None = None                  # goes on from this checkpoint; newer ones are moved aside
     trust_pickle: bool = False               # reads DeepSpeed's own files, and runs what is pickled in them
+    profile: tuple[int, int, int] | None = None    # steps that are recorded, and of which ranks: track/profile.py
 
 
 def check(run: Run, fingerprint: str, resume: Resume) -> None:

@@ -22,8 +22,8 @@ def title(result: dict[str, Any]) -> str:
     if result["samples"] < result["samples_of_split"]:
         number = f"{result['samples']} of {result['samples_of_split']} {data} samples"
     chain = f", {len(result['timesteps'])} timesteps" if result["timesteps"] else ""
-    bf16 = ", bf16" if result["precision"] == "bf16" else ""
-    return f"{result['run']} at step {result['step']}, {weights(result)}: {number}{chain}{bf16}"
+    precision = "" if result["precision"] == "fp32" else f", {result['precision']}"
+    return f"{result['run']} at step {result['step']}, {weights(result)}: {number}{chain}{precision}"
 
 
 def weights(result: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from dstrain.track.videos import film_grid, save_gif, strip
 from dstrain.track.wandb_sink import WandbSink
 
 # Figures that depend on the machine: two runs of the same steps differ in them.
-TIMING = ("samples_per_second", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
+TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
 
 
 class Tracker:

@@ -1,9 +1,12 @@
 """Cached codes as a source: what a batch holds, held-out shares, damage, and what a recipe says beside an index."""
 
+import ctypes
 import json
+import mmap
 import pickle
 import subprocess
 import sys
+import time
 from argparse import Namespace
 
 import numpy as np
@@ -146,7 +149,7 @@ def test_a_share_is_held_out(tmp_path):
 
 def test_the_benchmark_reads_the_same(tmp_path, capsys):
     """Oracle: each other: both sides of launch/bench_latents.py give the latents that were made up for it."""
-    options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32")
+    options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32", step=0.0)
     bench_latents.write(tmp_path, options)
     index = torch.tensor([29, 0, 13, 12])
     from_shards = Latents(tmp_path / "shards").take(index)
@@ -358,3 +361,60 @@ def test_images_have_no_codes(tmp_path):
     data = completed(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
     assert data.codes.shape == (3, 4, 4) and data.codes.first_stage == "stage"
     assert completed(data.model_copy(update={"path": "builtin:fashion"})).codes is None
+
+
+def resident(array) -> bool:
+    """Whether all pages of a mapped array are in memory, by mincore(2)."""
+    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    length = array.ctypes.data + array.nbytes - begin
+    pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(length), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_what_is_expected_is_read_from_the_disk(tmp_path):
+    """Oracle: the kernel's own table of pages: samples at both ends of a large shard, and no others."""
+    index = torch.tensor([3, 5990])
+    write(tmp_path / "cache", number=6000, size=6000)
+    bench_latents.drop(tmp_path / "cache")
+    source = Latents(tmp_path / "cache")
+    codes = source._shard(0)["codes"].reshape(6000, 2, -1)
+    wanted = [codes[3, 1], codes[5990, 1]]
+    if any(map(resident, wanted)) or resident(codes):
+        pytest.skip("this file system is in memory")
+    source.expect(index, torch.tensor([True, True]))
+    end = time.monotonic() + 60
+    while not all(map(resident, wanted)):
+        assert time.monotonic() < end, "nothing was read"
+        time.sleep(0.01)
+    assert not resident(codes)
+
+
+def test_a_step_names_the_samples_of_the_next(tmp_path):
+    """Oracle: the batches themselves: what a step takes was expected one step earlier, mirrored where it is, once the
+    run has begun or gone on; and naming them changes no batch.
+    """
+    class Observed(Latents):
+        def expect(self, index, mirrored=None):
+            seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
+            super().expect(index, mirrored)
+
+        def take(self, index, mirrored=None):
+            seen.append(("taken", *zip(index.tolist(), mirrored.tolist())))
+            return super().take(index, mirrored)
+
+    write(tmp_path / "cache")
+    settings = dict(global_batch=8, micro_batch=2, seed=3, rank=1, world=2, num_workers=0, flip=True, steps=9)
+    plain = Latents(tmp_path / "cache")
+    plain.expects = False
+    for first in (0, 5):
+        seen = []
+        made = Batches(Observed(tmp_path / "cache"), **settings)
+        batches = [list(made.at(step)) for step in range(first, first + 3)]
+        for step, expected in zip(range(first, first + 3), batches):
+            for batch, other in zip(Batches(plain, **settings).at(step), expected):
+                assert all(torch.equal(batch[name], other[name]) for name in batch)
+        takes = [place for place, event in enumerate(seen) if event[0] == "taken"]
+        assert len(takes) >= 6
+        for number, place in enumerate(takes[2:], 2):            # two micro-batches a step
+            assert ("expected", *seen[place][1:]) in seen[:takes[number - 2]]

@@ -101,7 +101,7 @@ def test_what_is_asked_is_what_is_written(run, tmp_path, evaluate):
     its file.
     """
     asked = {"": (), "raw": ("--raw",), "ema": ("--ema", 0.99), "old": ("--checkpoint", 3), "chain": ("--steps", 5),
-             "split": ("--split", "train"), "bf16": ("--bf16",), "less": ("--num-samples", 4)}
+             "split": ("--split", "train"), "bf16": ("--precision", "bf16"), "less": ("--num-samples", 4)}
     totals = {}
     for name, words in asked.items():
         known = set(tmp_path.glob("*.json"))

@@ -37,7 +37,9 @@ def test_every_file_follows_the_umask(tmp_path, monkeypatch, capsys, umask):
     train_vae(tmp_path, "kl", vae, *steps, "every.evaluate=2", "save.best=true")
     assert wrong_modes(vae, 0o077) == {}
     umask(0o002)
-    launch("launch/train.py", "--recipe", "tests/launch/tiny.yaml", f"folder={dit}", *steps, num=2)
+    launch("launch/train.py", "--recipe", "tests/launch/tiny.yaml", f"folder={dit}", "--profile", "1:2", *steps, num=2)
+    assert sorted(path.name for path in (dit / "profile").iterdir()) == [
+        f"steps_1-2_rank_{rank}.json.gz" for rank in (0, 1)]
     write_parts(dit / "checkpoints" / "step_00000002", ["denoiser"], None, dit / "model")
     assert wrong_modes(dit, 0o002) == {}
     diffusers, out = tmp_path / "diffusers", "--out"

@@ -80,6 +80,11 @@ WRONG = {
     "override as option": (["--steps=5"], "steps=5"),
     "unknown option": (["--recipie", "x.yaml"], "did you mean --recipe?"),
     "option without value": (["--recipe"], "expected one argument"),
+    "profile of no step": (["--profile", "10:10"], "'10:10' holds no step: write A:B with A below B"),
+    "profile of a word": (["--profile", "ten"], "'ten' is not A:B or A:B:N, such as 10:13"),
+    "profile beyond the end": (["--profile", "5:30", "steps=20"], "--profile: step 30 lies beyond steps=20"),
+    "profile of saved steps": (["--profile", "499:501", "folder=lost", "name=lost"],
+                               "--profile: the run goes on from step 500, behind step 499: name steps from 500 on"),
     "step zero": (["--step", "0"], "'0' is not a whole number above 0"),
     "no such checkpoint": (["--step", "5"], "--step 5: runs/dit-small holds no checkpoint of that step; it holds none"),
     "a step, from scratch": (["--step", "5", "--from-scratch"], "--step 5 and --from-scratch: give one of the two"),
@@ -236,7 +241,7 @@ def test_help_fits_one_screen(monkeypatch, capsys):
     code, out, err = launch(["--help"], monkeypatch, capsys)
     assert code == 0 and not err and 24 <= len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 100
     for option in ("--recipe", "--ds_config", "--deepspeed_config", "--dry-run", "--print-config", "--from-scratch",
-                   "--allow-change", "--step", "--trust-pickle", "--deepspeed,", "--local_rank", "--help"):
+                   "--allow-change", "--step", "--profile", "--trust-pickle", "--deepspeed,", "--local_rank", "--help"):
         assert option in out
 
 

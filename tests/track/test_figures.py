@@ -14,7 +14,7 @@ def result(**changes) -> dict:
     """A bound over five timesteps, as evaluate gives it."""
     return {
         "run": "tiny", "step": 60, "weights": {"denoiser": "ema.0.99"}, "split": "held_out", "samples": 20,
-        "samples_of_split": 500, "precision": "float32", "data": {"path": "builtin:fashion", "unreadable": []},
+        "samples_of_split": 500, "precision": "fp32", "data": {"path": "builtin:fashion", "unreadable": []},
         "figures": {"total": 3.25, "prior": 0.25}, "standard_errors": {"total": 0.125, "prior": None},
         "curves": {"vb": [2.0, 0.5, 0.25, 0.125, 0.125], "mse": [0.9, 0.5, 0.3, 0.2, 0.1]},
         "timesteps": [0, 250, 500, 749, 999], "quarters": {}, "nonfinite_samples": 0} | changes

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
+from dstrain.encoders.precision import Precision, problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.network import SIZES
@@ -25,6 +26,9 @@ class FirstStage(Section):
     """Fingerprint of the only autoencoder to accept. None accepts any; that of a folder is written into the run."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
+    precision: Annotated[Precision | None, MAY_CHANGE] = None
+    """fp32, tf32 or bf16: in which it encodes while the DiT trains; None: tf32 where the GPU has it, as DiT's train.py.
+    """
     image_channels: int | None = Field(None, ge=1)
     """Channels of its images, filled in from data.channels; None takes the autoencoder's."""
 
@@ -174,6 +178,8 @@ class Config(SystemConfig):
         if self.first_stage is None and self.codes is None and run.data.channels != self.in_channels:
             problems.append(f"data.channels={run.data.channels} and model.in_channels={self.in_channels} differ, and "
                             "there is no model.first_stage between them: make both equal")
+        if self.first_stage is not None and self.codes is None:
+            problems += filter(None, [problem(self.first_stage.precision, "model.first_stage.precision")])
         return problems
 
     @property

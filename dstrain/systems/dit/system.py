@@ -216,4 +216,6 @@ def _first_stage(config: Config) -> Autoencoder | None:
             raise ConfigError(f"first_stage.path: {path} is the autoencoder {hashed}, the latents in data.path are of "
                               f"{config.codes.first_stage}; name the one that encoded them, or encode with this one")
         autoencoder.drop_encoder()
+    else:
+        autoencoder.encode_in(section.precision)
     return autoencoder

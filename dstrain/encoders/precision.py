@@ -1,0 +1,60 @@
+"""What networks compute in that draw, measure or encode, by choice: --precision, and `precision` of a first stage.
+
+    fp32   float32 throughout, as the originals; also in convolutions, which torch gives to TF32 by itself
+    tf32   float32, whose products and convolutions round their factors to 10 bits (NVIDIA GPUs since Ampere)
+    bf16   weights and activations in bfloat16
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from dstrain.recipe import ConfigError
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+
+def dtype_of(precision: Precision) -> torch.dtype:
+    """The dtype of weights."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def usual() -> Precision:
+    """tf32 where the GPU has it, else fp32."""
+    return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
+
+
+def problem(precision: Precision | None, key: str) -> str | None:
+    """Why this machine cannot compute so; it is refused, since figures and caches name their precision."""
+    if precision != "tf32" or usual() == "tf32":
+        return None
+    return (f"{key}: tf32 needs a GPU that has it, such as NVIDIA's since Ampere, and this machine has none; take "
+            "fp32, which is more exact, or bf16")
+
+
+def require(precision: Precision) -> None:
+    """ConfigError: this machine cannot compute as --precision says."""
+    if text := problem(precision, "--precision tf32"):
+        raise ConfigError(text)
+
+
+@contextmanager
+def computing(precision: Precision) -> Iterator[None]:
+    """Inside, float32 is computed as `precision` says; afterwards as before."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def cast(network: nn.Module, precision: Precision) -> None:
+    """Casts the weights; tables keep their own precision. What is hashed of a network is hashed before."""
+    for weight in network.parameters():
+        weight.data = weight.data.to(dtype_of(precision))
