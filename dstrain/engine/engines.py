@@ -4,22 +4,21 @@ An engine hooks the outputs of its network, so two engines in one graph are sile
 gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine import nonfinite
+from dstrain.engine import nonfinite, optimizers
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
-from dstrain.engine.masters import Masters, full_shape
+from dstrain.engine.masters import Masters
+from dstrain.engine.optimizers import Decays, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.recipe import Run
-
-Decays = Callable[[str, Tensor], bool]
 
 
 class Engines(Mapping[str, Any]):
@@ -42,7 +41,7 @@ class Engines(Mapping[str, Any]):
                 for module in network.modules():
                     if isinstance(module, blocks):
                         module.compile()              # block by block: names stay, and ZeRO-3 still gathers ahead
-            self._engines[part] = self._initialize(network, run, decays)
+            self._engines[part] = self._initialize(network, run, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.set_weights(part, values)
             self.masters[part].reset_optimizer_state()
@@ -57,21 +56,9 @@ class Engines(Mapping[str, Any]):
                          f"note: every rank begins with the whole networks in its memory: {reason}; see "
                          "dstrain/systems/base.py"))
 
-    def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
+    def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
         import deepspeed
-        with_decay, without = [], []
-        for name, weight in network.named_parameters():
-            assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
-            shaped = torch.empty(full_shape(weight), device="meta")
-            assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
-            (with_decay if decays(name, shaped) else without).append(weight)
-        groups = [{"params": weights, "weight_decay": decay} for weights, decay in
-                  ((with_decay, run.optimizer.weight_decay), (without, 0.0)) if weights]
-        options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
-        if offloads_optimizer(self.settings):
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        else:
-            optimizer = torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **options)
+        optimizer = optimizers.build(network, run, decays, blocks, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),
                                       dist_init_required=False)[0]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.engine.masters import full_shape
+from dstrain.engine.optimizers import full_shape
 from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]
