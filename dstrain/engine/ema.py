@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.masters import Masters
+from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Ema
 
 
@@ -32,13 +33,16 @@ class EmaShadow:
                 torch._foreach_copy_(shadow, [flat.detach() for flat in self._masters[part].flats])
 
     @torch.no_grad()
-    def update(self, step: int, applied: Mapping[str, bool]) -> None:
-        """Averages in the weights that optimizer step `step` made, of the parts where it was applied."""
+    def update(self, step: int, applied: Mapping[str, Flag]) -> None:
+        """Averages in the weights that optimizer step `step` made, of the parts where it was applied.
+
+        Whether it was stays on the device: where it was not, the new weights count nothing.
+        """
         for part, shadows in self.flats.items():
-            if applied.get(part):
-                live = [flat.detach() for flat in self._masters[part].flats]
-                for decay, shadow in shadows.items():
-                    torch._foreach_lerp_(shadow, live, 1 - self._ema.decay_at(decay, step))
+            for decay, shadow in shadows.items() if part in applied else ():
+                weight = (1 - self._ema.decay_at(decay, step)) * applied[part].value
+                for average, master in zip(shadow, self._masters[part].flats):
+                    average.lerp_(master.detach(), weight)
 
     @contextmanager
     def swapped(self, decay: float | None = None) -> Iterator[None]:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.engine import nonfinite, optimizers
+from dstrain.engine import optimizers
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
+from dstrain.engine.updates import Flag
 from dstrain.recipe import Run
 
 
@@ -115,11 +116,11 @@ class Engines(Mapping[str, Any]):
     def learn(self, part: str, loss: Tensor) -> None:
         """Backward and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
         self._learned.add(part)
+        self.masters[part].before_backward()
         self._engines[part].backward(loss)
-        nonfinite.step(self.masters[part])
-        self.masters[part].update_scale()
+        self.masters[part].step()
 
-    def applied(self) -> dict[str, bool]:
+    def applied(self) -> dict[str, Flag]:
         """For each part that had a turn in this step, whether its weights changed. A part without a turn is absent."""
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 

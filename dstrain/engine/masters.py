@@ -1,6 +1,6 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-Everything that reaches behind DeepSpeed's public interface stands in this file. Other files only call an engine's
+Everything that reaches behind DeepSpeed's public interface stands here and in updates.py. Other files only call an engine's
 `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`, and use its `module`
 and `optimizer.param_groups`.
 
@@ -25,9 +25,8 @@ from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.optimizers import Muon, full_shape, state_of
+from dstrain.engine.updates import Updates
 from dstrain.ranks import group
-
-_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def universal_info() -> dict[str, Any]:
@@ -65,13 +64,12 @@ def errors_at_the_end(engines: Iterable[Any]) -> Iterator[None]:
         raise errors[0]
 
 
-class Masters:
+class Masters(Updates):
     """fp32 weights of one engine: where they lie, what they are called, how they reach the compute weights."""
 
     def __init__(self, engine: Any):
-        self.engine = engine
+        super().__init__(engine)
         self._names = {id(weight): name for name, weight in engine.module.named_parameters()}
-        self._zero = engine.optimizer
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []              # fragment, number of its flat, offset in it
         self._groups: list[int] = []                                      # the parameter group of each flat
@@ -83,10 +81,6 @@ class Masters:
         compute = {weight.data_ptr() for weight in self._compute_flats()}
         # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
-        self._overflows: list[bool] = []                                  # of the step that ends, in fp16
-        if self._searches_scale:
-            self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
-            self._zero._update_scale = self._overflows.append
 
     def _find_stage0(self) -> None:
         groups = getattr(self._zero, "fp32_groups", None)
@@ -197,9 +191,6 @@ class Masters:
                                  start_alignment_factor=self._zero.nccl_start_alignment_factor,
                                  allgather_bucket_size=self._zero.allgather_bucket_size)
 
-    def _inner(self) -> torch.optim.Optimizer:
-        return getattr(self._zero, "optimizer", self._zero)
-
     def reset_optimizer_state(self) -> None:
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
         self._inner().state.clear()
@@ -219,7 +210,7 @@ class Masters:
 
     def _stepped(self, number: int) -> Tensor:
         """What the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
-        return self.flats[number] if self.checks_gradients else self._weights[number]
+        return self._weights[number] if self._plain else self.flats[number]
 
     def _state(self, number: int) -> dict[str, Any]:
         return state_of(self._inner(), self._stepped(number), self._own_kinds(number))
@@ -234,70 +225,3 @@ class Masters:
         for number in range(len(self.flats)):
             state = self._state(number)
             state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count
-
-    @property
-    def stage(self) -> int:
-        return self.engine.zero_optimization_stage()
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether DeepSpeed itself skips a step whose gradients are not finite: everywhere but at stage 0 in fp32."""
-        return self.stage > 0 or hasattr(self._zero, "fp32_groups")
-
-    @property
-    def applied(self) -> bool:
-        """Whether the latest micro-batch led to an update."""
-        return bool(self.engine.was_step_applied())
-
-    def skip_step(self) -> None:
-        """Ends a step at stage 0 without an update, counted as DeepSpeed counts the steps that it skips itself."""
-        self.engine.zero_grad()
-        self.engine._step_applied = False
-        self.engine.micro_steps += 1
-        self.engine.global_steps += 1
-        self.engine.skipped_steps += 1
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were not applied since the run began."""
-        return self.engine.skipped_steps
-
-    @skipped.setter
-    def skipped(self, count: int) -> None:
-        self.engine.skipped_steps = count
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the latest step before clipping, over all ranks; None where it was not computed."""
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
-
-    @grad_norm.setter
-    def grad_norm(self, norm: float) -> None:
-        self.engine._global_grad_norm = norm
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The factor of the loss under fp16; None in other precisions."""
-        return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
-
-    def update_scale(self) -> None:
-        """Ends a step: DeepSpeed would raise a scale before it divides by it, and so halve the gradients of that step.
-        """
-        while self._overflows:
-            self._zero.loss_scaler.update_scale(self._overflows.pop())
-
-    @property
-    def _searches_scale(self) -> bool:
-        return self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()
-
-    @property
-    def scaler_state(self) -> dict[str, float]:
-        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a setting.
-        """
-        return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
-
-    @scaler_state.setter
-    def scaler_state(self, state: dict[str, float]) -> None:
-        if self._searches_scale and state.keys() == set(_SCALER_STATE):   # not where the run was in another precision
-            vars(self._zero.loss_scaler).update(state)

@@ -1,9 +1,9 @@
 """Values that are not finite (NaN, infinity): everything that is done about them, and what stands elsewhere.
 
     A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank.
-                DeepSpeed checks for it at stages 1 to 3, and in bf16 and fp16 at stage 0; in fp16 it then lowers the
-                loss scale as well. At stage 0 in fp32 it would apply the step, so `step` below checks first. Two
-                settings of DeepSpeed switch its check off; settings.remarks says so at the start.
+                The norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With
+                an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell. In fp16 the loss scale
+                falls as well.
     The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
                 them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
                 Where that does not help, FloatingPointError ends it with exit code 3 (command/ending.py): its
@@ -19,7 +19,6 @@
     Data        with values that are not finite is refused where it is read (data/rows.py, caches/embeddings.py).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,20 +27,6 @@ from torch import Tensor
 from dstrain.engine.masters import Masters
 from dstrain.engine.store import Store
 from dstrain.ranks import group
-
-
-def step(masters: Masters) -> None:
-    """The optimizer's step after a backward pass; none, but counted, where a gradient is not finite."""
-    if masters.checks_gradients or not masters.engine.is_gradient_accumulation_boundary():
-        masters.engine.step()
-        return
-    # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-    gradients = [weight.grad for weight in masters.engine.module.parameters() if weight.grad is not None]
-    masters.grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float()).item()
-    if math.isfinite(masters.grad_norm):
-        masters.engine.step()
-    else:
-        masters.skip_step()
 
 
 def advice(store: Store) -> str:

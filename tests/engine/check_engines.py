@@ -114,7 +114,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.learn("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
-            applied.append(engines.applied()["tiny"] == last)
+            applied.append(bool(engines.applied()["tiny"]) == last)
         shadow.update(step, engines.applied())
         live = gathered(masters, masters.flats)
         for decay, weights in naive.items():

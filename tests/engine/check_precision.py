@@ -170,7 +170,7 @@ class Trial:
                                                          step, group.rank()))
             self.ema.update(step, self.engines.applied())
             figures = self.engines.figures()
-            reports.append({part: {"applied": self.engines.applied()[part], "scale": figures[f"{part}/loss_scale"],
+            reports.append({part: {"applied": bool(self.engines.applied()[part]), "scale": figures[f"{part}/loss_scale"],
                                    "norm": figures[f"{part}/grad_norm"]} for part in ("a", "b")})
         return reports
 

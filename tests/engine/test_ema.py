@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dstrain.engine.ema import EmaShadow
+from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Ema
 
 STEPS = 12
@@ -44,7 +45,8 @@ def test_update(warmup):
         applied = {"one": step != 4, "two": step > 5}
         for flats in masters.values():
             flats.step(step)
-        shadow.update(step, applied if step != 8 else {})
+        shadow.update(step, {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()}
+                      if step != 8 else {})
         for (part, decay), values in expected.items():
             if applied[part] and step != 8:
                 d = min(decay, (1 + step) / (10 + step)) if warmup else decay

@@ -1,0 +1,208 @@
+"""The optimizer's step of one engine: one norm that also checks the gradients, and a flag that is read a step late.
+
+DeepSpeed checks each gradient by itself, computes each norm in fp64, and reads both on the host. Here a step computes
+one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. All of
+it stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused
+AdamW, and with found_inf = 1 it changes no weight, no moment and no count. The host learns of it when the next step asks.
+
+That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
+other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.
+
+Like masters.py, this file reaches behind DeepSpeed's public interface.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
+
+
+class Flag:
+    """Whether an update was applied: `value` is 1.0 or 0.0 on the device. `bool` waits for the step that made it."""
+
+    def __init__(self, value: Tensor | bool):
+        self.value = value if isinstance(value, Tensor) else float(value)
+        self._host: Tensor | bool = value
+        if isinstance(value, Tensor) and value.is_cuda:
+            self._host = value.to("cpu", non_blocking=True)              # into page-locked memory
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def __bool__(self) -> bool:
+        if isinstance(self._host, Tensor):
+            if self.value.is_cuda:
+                self._copied.synchronize()
+            self._host = bool(self._host.item())
+        return self._host
+
+
+class Updates:
+    """The steps of one engine; masters.py adds what is known of its weights."""
+
+    def __init__(self, engine: Any):
+        self.engine, self._zero = engine, engine.optimizer
+        self.applied = Flag(False)                     # whether the latest micro-batch led to an update
+        self._unread: Flag | None = None               # of the latest step, where it is not yet counted
+        self._norm: Tensor | None = None               # of the latest step's gradients, before clipping
+        self._plain = self.stage == 0 and not hasattr(self._zero, "fp32_groups")            # fp32: torch's optimizer
+        self._lean = getattr(self._inner(), "_step_supports_amp_scaling", False) and (self._plain or self.stage > 0)
+        if self._lean and self._plain:
+            engine.clip_fp32_gradients = lambda: None
+        elif self._lean:
+            self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
+        if self._searches_scale:
+            self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
+            self._zero._update_scale = lambda overflow: None              # `settle` does it
+
+    def step(self) -> None:
+        """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+            self.applied = Flag(False)
+            return
+        self.settle()
+        if self._plain:
+            # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
+            self._check([weight.grad for weight in self.engine.module.parameters() if weight.grad is not None], None)
+        if self._plain and not self._lean and not self._norm.isfinite().item():
+            self._skip()
+        else:
+            self.engine.step()
+        self.applied = Flag(self._norm.isfinite().float() if self._lean else self.engine.was_step_applied())
+        self._unread = self.applied
+
+    def settle(self) -> None:
+        """Counts the latest step as skipped or not, and lowers or raises a dynamic loss scale by it.
+
+        The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
+        of that step.
+        """
+        if self._unread is not None:
+            flag, self._unread = self._unread, None
+            if self._lean:
+                self.engine.skipped_steps += not flag
+            if self._searches_scale:
+                self._zero.loss_scaler.update_scale(not flag)
+
+    def before_backward(self) -> None:
+        """A dynamic loss scale must be known before the loss is multiplied by it."""
+        if self._searches_scale:
+            self.settle()
+
+    @torch.no_grad()
+    def _check(self, gradients: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+        """The norm of gradients that lie on `ranks` (None: each rank has all), and what the optimizer makes of it."""
+        scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
+        norm = torch.linalg.vector_norm(torch.cat([_norms(gradient) for gradient in gradients]))
+        if ranks is not None and dist.get_world_size(ranks) > 1:
+            square = norm.square()
+            dist.all_reduce(square, group=ranks)
+            norm = square.sqrt()
+        self._norm = norm / scale
+        if self._lean:
+            inner = self._inner()
+            inner.found_inf = (~self._norm.isfinite()).float()
+            factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
+            inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
+
+    @torch.no_grad()
+    def _step_stage12(self) -> None:
+        """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks."""
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+        zero = self._zero
+        zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        masters = zero.single_partition_of_fp32_groups
+        for number, master in enumerate(masters):
+            master.grad = zero.flatten(zero.averaged_gradients[number]).to(master.dtype)
+            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+            zero.free_grad_in_param_list(zero.bit16_groups[number])
+        self._check([master.grad for master in masters], zero.dp_process_group)
+        zero.optimizer.step()
+        for master in masters:
+            master.grad = None
+        zero._lazy_init_hp_params_optimizer_state()
+        zero.update_lp_params()
+
+    @torch.no_grad()
+    def _step_stage3(self) -> None:
+        """In place of DeepSpeed's step at stage 3: the same, but for the checks."""
+        zero = self._zero
+        zero._pre_step()
+        zero._partition_all_parameters()
+        self._check([zero.grad_partitions_flat_buffer], zero.dp_process_group)
+        zero.zero_grad(set_to_none=True)
+        for number in range(len(zero.fp16_groups)):
+            zero._prepare_sub_group(number, set())
+            zero._optimizer_step(number)
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero._release_sub_group(number, set())
+        zero._post_step(set())
+
+    def _skip(self) -> None:
+        """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""
+        self.engine.zero_grad()
+        self.engine._step_applied = False
+        self.engine.micro_steps += 1
+        self.engine.global_steps += 1
+        self.engine.skipped_steps += 1
+
+    def _inner(self) -> torch.optim.Optimizer:
+        return getattr(self._zero, "optimizer", self._zero)
+
+    @property
+    def stage(self) -> int:
+        return self.engine.zero_optimization_stage()
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not applied since the run began."""
+        self.settle()
+        return self.engine.skipped_steps
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._unread = None
+        self.engine.skipped_steps = count
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the latest step before clipping, over all ranks; None where it was not computed. Waits for the device."""
+        norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
+        return None if norm is None else float(norm) if math.isfinite(norm) else math.inf
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the next step's loss under fp16; None in other precisions."""
+        self.before_backward()
+        return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
+
+    @property
+    def _searches_scale(self) -> bool:
+        return self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()
+
+    @property
+    def scaler_state(self) -> dict[str, float]:
+        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a setting.
+        """
+        self.settle()
+        return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
+
+    @scaler_state.setter
+    def scaler_state(self, state: dict[str, float]) -> None:
+        if self._searches_scale and state.keys() == set(_SCALER_STATE):   # not where the run was in another precision
+            self._unread = None
+            vars(self._zero.loss_scaler).update(state)
+
+
+def _norms(values: Tensor) -> Tensor:
+    """Lengths (n,) in fp32 of pieces of a tensor, which together have its length."""
+    values = values.reshape(-1)
+    whole = values.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+    return torch.cat((rows, torch.linalg.vector_norm(values[whole:], dtype=torch.float32)[None]))
