@@ -58,7 +58,6 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     from dstrain.recipe import ConfigError, Save
     from dstrain.engine.checkpoint import Checkpoints
     from dstrain.engine.ema import EmaShadow
-    from dstrain.engine.masters import MOMENTS
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
@@ -68,7 +67,7 @@ def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     ema = EmaShadow(engines.masters, run.ema, system.averaged)
     step(0)
     values = [flat.detach() for part, masters in engines.masters.items()
-              for flats in (masters.flats, *map(masters.moments, MOMENTS), *ema.flats.get(part, {}).values())
+              for flats in (masters.flats, *map(masters.moments, masters.kinds), *ema.flats.get(part, {}).values())
               for flat in flats]
     size = sum(flat.numel() for flat in values)
     figures = {"GB": 4 * size / 1e9}

@@ -1,6 +1,6 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
-    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, exp_avg, exp_avg_sq, ema.DECAY
+    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, the optimizer's moments, ema.DECAY
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
@@ -30,7 +30,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, shard_name
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
-from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
+from dstrain.engine.masters import errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
@@ -150,7 +150,7 @@ class Checkpoints:
         masters = self._engines.masters[part]
         if not native:
             yield "master", masters.flats
-            for moment in MOMENTS:
+            for moment in masters.kinds:
                 yield moment, masters.moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield f"ema.{decay!r}", flats
@@ -215,6 +215,7 @@ class Checkpoints:
 
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
+        anew = False
         with Shards(path, part) as shards:
             if native := (path / "deepspeed").is_dir():           # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
@@ -222,7 +223,15 @@ class Checkpoints:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
                 _require_same_shapes(path, part, saved, expected)
+                held = {kind for kind in shards.kinds() if kind != "master" and not kind.startswith("ema.")}
+                if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
+                    masters.reset_optimizer_state()
+                    if group.rank() == 0:
+                        self.saver.report(f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
+                                          f"keeps {', '.join(masters.kinds)}: it begins without moments")
             for kind, flats in self._kinds(part, native):
+                if anew and kind in masters.kinds:
+                    continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.kinds() else "master"
                 if source != kind and group.rank() == 0:
@@ -237,7 +246,7 @@ class Checkpoints:
             if name in buffers:
                 _require_same_shapes(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
-        masters.updates, masters.skipped = counters["updates"], counters["skipped"]
+        masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
         masters.publish()
 

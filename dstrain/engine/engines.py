@@ -4,7 +4,7 @@ An engine hooks the outputs of its network, so two engines in one graph are sile
 gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dstrain.engine import optimizers
 from dstrain.engine.accumulation import WideSums
 from dstrain.engine.allocation import allocate, flattened_in_place
 from dstrain.engine.blocks import compiles, prepare
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
-from dstrain.engine.masters import Masters, full_shape
+from dstrain.engine.masters import Masters
+from dstrain.engine.optimizers import Decays, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.engine.updates import Flag
 from dstrain.recipe import Run
-
-Decays = Callable[[str, Tensor], bool]
 
 
 class Engines(Mapping[str, Any]):
@@ -44,7 +44,7 @@ class Engines(Mapping[str, Any]):
                 use_channels_last(network)
             prepare(network, blocks, run.model.get("recompute", "none"), compiles(run),
                     scattered=stage(settings) == 3)
-            self._engines[part] = self._initialize(network, run, decays)
+            self._engines[part] = self._initialize(network, run, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
@@ -71,22 +71,12 @@ class Engines(Mapping[str, Any]):
             self._set(part, chain(drawn, given.items()))
             self.masters[part].publish()
 
-    def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
+    def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
         import deepspeed
-        with_decay, without = [], []
-        for name, weight in network.named_parameters():
-            assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
-            shaped = torch.empty(full_shape(weight), device="meta")
-            assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
-            (with_decay if decays(name, shaped) else without).append(weight)
-        with_decay, without = allocate(network, (with_decay, without), self.settings)
-        groups = [{"params": weights, "weight_decay": decay} for weights, decay in
-                  ((with_decay, run.optimizer.weight_decay), (without, 0.0)) if weights]
-        options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
-        if offloads_optimizer(self.settings):
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        else:
-            optimizer = torch.optim.AdamW(groups, fused=True, **options)
+        groups = list(optimizers.groups(network, run, decays, blocks))
+        for group, weights in zip(groups, allocate(network, [group["params"] for group in groups], self.settings)):
+            group["params"] = weights
+        optimizer = optimizers.build(groups, run, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         with flattened_in_place():
             engine = deepspeed.initialize(model=network, optimizer=optimizer, config=for_deepspeed(self.settings),

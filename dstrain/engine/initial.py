@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dstrain.engine.masters import full_shape
+from dstrain.engine.optimizers import full_shape
 from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]

@@ -24,15 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
+from dstrain.engine.optimizers import Muon, full_shape, state_of
 from dstrain.engine.updates import Updates
 from dstrain.ranks import group
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def universal_info() -> dict[str, Any]:
@@ -78,8 +72,12 @@ class Masters(Updates):
         self._names = {id(weight): name for name, weight in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []              # fragment, number of its flat, offset in it
+        self._groups: list[int] = []                                      # the parameter group of each flat
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
+        if isinstance(self._inner(), Muon):
+            self._inner().place([self._stepped(number) for number in range(len(self.flats))], self.fragments,
+                                self.replicated)
         compute = {weight.data_ptr() for weight in self._compute_flats()}
         # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
@@ -87,10 +85,11 @@ class Masters(Updates):
     def _find_stage0(self) -> None:
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
-            pairs = [(p, p.data) for params in self._zero.param_groups for p in params["params"]]
+            pairs = [[(p, p.data) for p in params["params"]] for params in self._zero.param_groups]
         else:
-            pairs = [(p, master) for ps, masters in zip(self._zero.fp16_groups, groups)
-                     for p, master in zip(ps, masters)]
+            pairs = [list(zip(ps, masters)) for ps, masters in zip(self._zero.fp16_groups, groups)]
+        self._groups = [group_number for group_number, members in enumerate(pairs) for _ in members]
+        pairs = list(chain.from_iterable(pairs))
         self._weights = [weight for weight, _ in pairs]
         for number, (weight, master) in enumerate(pairs):
             self.flats.append(master)
@@ -99,6 +98,7 @@ class Masters(Updates):
 
     def _find_stage12(self) -> None:
         self.flats = list(self._zero.single_partition_of_fp32_groups)
+        self._groups = list(range(len(self.flats)))
         for number, weights in enumerate(self._zero.bit16_groups):
             for weight in weights:
                 mapping = weight._hp_mapping                              # None where another rank owns all of it
@@ -109,6 +109,7 @@ class Masters(Updates):
 
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
+        self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
         rank = dist.get_rank(self._zero.dp_process_group)
         for weight in chain.from_iterable(self._zero.fp16_groups):
             number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
@@ -127,12 +128,13 @@ class Masters(Updates):
         partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
-    def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
+    def views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """Each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
         for fragment, number, offset in self.fragments:
-            yield fragment, flats[number].detach().view(-1).narrow(0, offset, fragment.numel)
+            if flats[number] is not None:
+                yield fragment, flats[number].detach().view(-1).narrow(0, offset, fragment.numel)
 
-    def own_views(self, flats: Sequence[Tensor]) -> Iterator[tuple[Fragment, Tensor]]:
+    def own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """`views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.views(flats)):
@@ -193,19 +195,25 @@ class Masters(Updates):
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
         self._inner().state.clear()
 
-    def moments(self, kind: str) -> list[Tensor]:
-        """`exp_avg` or `exp_avg_sq` in the masters' layout; zeros are made where no step was taken yet."""
-        return [self._state(number)[kind] for number in range(len(self.flats))]
+    @property
+    def kinds(self) -> list[str]:
+        """The moments that the optimizer keeps, of all weights or of some."""
+        return list(dict.fromkeys(kind for group_ in self._inner().param_groups for kind in group_["moments"]))
+
+    def moments(self, kind: str) -> list[Tensor | None]:
+        """A moment in the masters' layout, None for flats without; zeros are made where no step was taken yet."""
+        return [self._state(number)[kind] if kind in self._own_kinds(number) else None
+                for number in range(len(self.flats))]
+
+    def _own_kinds(self, number: int) -> tuple[str, ...]:
+        return self._inner().param_groups[self._groups[number]]["moments"]
+
+    def _stepped(self, number: int) -> Tensor:
+        """What the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
+        return self._weights[number] if self._plain else self.flats[number]
 
     def _state(self, number: int) -> dict[str, Any]:
-        optimizer, flat = self._inner(), self.flats[number]
-        # At stage 0 in fp32 the optimizer steps the parameter itself, and the flat is its data.
-        state = optimizer.state[self._weights[number] if self._plain else flat]
-        if not state:
-            device = flat.device if optimizer.defaults.get("fused") else "cpu"
-            counter = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else torch.tensor(0.0, device=device)
-            state.update(step=counter, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS})
-        return state
+        return state_of(self._inner(), self._stepped(number), self._own_kinds(number))
 
     @property
     def updates(self) -> int:

@@ -7,6 +7,7 @@ first two are errors and the clip is always written.
 """
 
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -179,8 +180,8 @@ def _optimizer(block: Any, run: Run) -> Iterator[str]:
     if not isinstance(block, dict) or not isinstance(block.get("params", {}), dict):
         yield '"optimizer" is no section with "type" and "params": remove it, the recipe owns the optimizer'
         return
-    kind = str(block.get("type", "AdamW"))
-    if kind.lower() not in ("adam", "adamw", "auto"):
+    kind = str(block.get("type", "auto"))
+    if kind.lower() not in ("auto", run.optimizer.name, "adam" if run.optimizer.name == "adamw" else "auto"):
         yield f'"optimizer.type" is {kind}, optimizer.name in the recipe is {run.optimizer.name}: remove the block'
     own = {"lr": run.optimizer.lr, "betas": list(run.optimizer.betas), "eps": run.optimizer.eps,
            "weight_decay": run.optimizer.weight_decay}
@@ -307,6 +308,11 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
         if device != "none" and stage(settings) < least:
             yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                    f"{stage(settings)}: remove it or raise the stage")
+    if run.optimizer.name != "adamw" and offloads_optimizer(settings):
+        yield (f'"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone, and optimizer.name '
+               f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw")
+    if run.optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)

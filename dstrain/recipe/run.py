@@ -101,9 +101,10 @@ class BatchSize(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw"] = "adamw"
-    lr: NonNegative = 1e-4                   # peak learning rate
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    name: Literal["adamw", "muon", "adamw8bit", "lion"] = "adamw"    # what each is: dstrain/engine/optimizers.py
+    lr: NonNegative = 1e-4                   # peak learning rate; muon takes that of adamw, lion a third to a tenth
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)    # of the moments; lion is published with 0.9, 0.99
+    momentum: Fraction = 0.95                # of muon's matrices
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0          # decoupled; on what System.decays names
     clip: NonNegative = 0.0                  # global gradient norm is scaled down to this; 0 is none
@@ -116,6 +117,7 @@ class Optimizer(Section):
     def _agree(self) -> "Optimizer":
         _refuse(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
+            (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
             (self.final_lr > self.lr, f"optimizer.final_lr={self.final_lr:g} is above optimizer.lr={self.lr:g}: the "
              "schedules only go down; lower final_lr or raise lr"),
             (self.decay_steps and self.warmup >= self.decay_steps, f"optimizer.warmup={self.warmup} is not below "
@@ -260,6 +262,8 @@ class Run(Section):
         _refuse(
             (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
              "them, or add it to ema.decays"),
+            (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed: DeepSpeed's own "
+             f"files hold the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
             (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),
         )
         return self

@@ -16,7 +16,6 @@ import torch
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.ranks import group
@@ -69,7 +68,7 @@ class Trial:
 
     def state(self) -> dict[str, torch.Tensor]:
         masters = self.engines.masters["tiny"]
-        kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS},
+        kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
                  **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()}}
         whole = {f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()}
         return whole | {"buffer": self.engines.modules["tiny"].scale.table.clone(), "history": self.history.values.clone(),

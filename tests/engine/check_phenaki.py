@@ -17,7 +17,6 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.ranks import group
@@ -82,7 +81,7 @@ class Trial:
     def state(self) -> dict[str, torch.Tensor]:
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS}}
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds}}
             found |= {f"{part}/{kind}/{name}": value for kind, flats in kinds.items()
                       for name, value in gathered(masters, flats).items()}
         return found | {f"{part}/ema/{name}": value for part, values in self.averages().items()

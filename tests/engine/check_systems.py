@@ -29,7 +29,6 @@ from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import MOMENTS
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.systems.vae import kl
@@ -122,7 +121,7 @@ class Trial:
         """What a run leaves, by kind: master/, exp_avg/, exp_avg_sq/, ema.../, system/, updates/."""
         found = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS},
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
                      **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()}}
             found |= {f"{kind}/{part}/{name}": value for kind, flats in kinds.items()
                       for name, value in gathered(masters, flats).items()}

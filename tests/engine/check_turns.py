@@ -16,7 +16,6 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.masters import MOMENTS
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.ranks import group
@@ -80,7 +79,7 @@ class Trial:
         """Every fp32 value of both parts and the counts of updates."""
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in MOMENTS},
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
                      **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()}}
             found |= {f"{part}/{kind}/{name}": value for kind, flats in kinds.items()
                       for name, value in gathered(masters, flats).items()}

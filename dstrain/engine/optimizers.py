@@ -1,0 +1,269 @@
+"""The optimizers that a recipe chooses from, as ZeRO steps them: on flat pieces of the weights.
+
+    adamw       torch's, fused. Where the optimizer is offloaded, DeepSpeed's for the CPU.
+    lion        Chen et al. 2023 (arXiv:2302.06675): the sign of a momentum. Half of AdamW's moments.
+    adamw8bit   bitsandbytes' AdamW: moments of 8 bits, quantised in blocks of 256 elements.
+    muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
+                are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
+                decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in
+                a repeated block (System.decays, System.blocks); a filter counts as (out, the rest). AdamW has the rest:
+                embeddings, first and last layers, gains, biases.
+
+DeepSpeed's own Muon is not used: it clips the orthogonal update in place of the gradient, needs reduce_scatter off at
+stage 3, gathers all matrices on every rank there, and its momentum is out of reach of checkpoints for other stages.
+
+All but muon change an element by that element's own history, so any partition does. Each parameter group names under
+"moments" what its optimizer keeps of a weight; masters.py hands these to checkpoints.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dstrain.ranks import group as ranks
+from dstrain.recipe import ConfigError, Run
+
+Group = dict[str, Any]
+Decays = Callable[[str, Tensor], bool]
+ADAM = ("exp_avg", "exp_avg_sq")
+BLOCK = 256                                    # elements of an 8-bit moment that share a scale
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def build(groups: list[Group], run: Run, offloaded: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of parameter groups."""
+    choice = run.optimizer
+    options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
+    if offloaded:
+        import deepspeed
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    if choice.name == "lion":
+        return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
+    if choice.name == "adamw8bit":
+        import bitsandbytes
+        return bitsandbytes.optim.AdamW8bit(groups, **options)
+    if choice.name == "muon":
+        return Muon(groups, fused=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def groups(network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Iterator[Group]:
+    """Parameter groups of a network: matrices for muon and the rest, with decay and without.
+
+    ConfigError: muon, and there are no matrices for it.
+    """
+    choice = run.optimizer
+    inside = {id(weight) for module in network.modules() if isinstance(module, blocks)
+              for weight in module.parameters()}
+    weights: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, weight in network.named_parameters():
+        assert weight.requires_grad, f"{name} is frozen: make it a buffer, or its network one of System.frozen()"
+        shaped = torch.empty(full_shape(weight), device="meta")
+        assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
+        decayed = decays(name, shaped)
+        matrix = choice.name == "muon" and decayed and shaped.ndim >= 2 and id(weight) in inside
+        weights.setdefault((not matrix, not decayed), []).append(weight)
+    if choice.name == "muon" and (False, False) not in weights:
+        raise ConfigError(f"optimizer.name=muon: {type(network).__name__} has no matrices in repeated blocks, which "
+                          "System.blocks names: write optimizer.name=adamw")
+    for (rest, undecayed), members in sorted(weights.items(), key=lambda item: item[0]):
+        yield {"params": members, "weight_decay": 0.0 if undecayed else choice.weight_decay,
+               "moments": ("exp_avg",) if choice.name == "lion" else ADAM if rest else ("momentum",),
+               **({} if rest else {"momentum": choice.momentum})}
+
+
+def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
+    """The optimizer's state of a weight or flat, whose moments are zero before its first step."""
+    state = optimizer.state[weight]
+    if not state:
+        if type(optimizer).__name__ == "AdamW8bit":
+            optimizer.init_state(optimizer.param_groups[0], weight, 0, 0)
+            return state
+        counted = getattr(optimizer, "_step_supports_amp_scaling", False)          # on the device, that is
+        counter = torch.tensor(0.0, device=weight.device if counted else "cpu")
+        state["step"] = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else counter
+        state.update((moment, torch.zeros_like(weight.detach())) for moment in moments)
+    return state
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion, with decoupled decay. Takes grad_scale and found_inf as a fused AdamW of torch does."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, groups: list[Group], lr: float, betas: tuple[float, float]):
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                gradient, applied = _checked(self, weight.grad)
+                state = state_of(self, weight, group["moments"])
+                average = state["exp_avg"]
+                update = average.lerp(gradient, 1 - beta1).sign_()
+                weight.mul_(1 - lr * group["weight_decay"] * applied).sub_(update.mul_(lr * applied))
+                average.lerp_(gradient, (1 - beta2) * applied)
+                state["step"] += applied
+
+
+def _checked(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The gradient as it counts, and 1, or 0 where nothing may change; a tensor where only the device knows."""
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        gradient = gradient / scale
+    if found_inf is None:
+        return gradient, 1.0
+    return torch.where(found_inf > 0, 0.0, gradient), 1 - found_inf
+
+
+@dataclass
+class Piece:
+    """Elements `start` .. `start + numel` of a matrix, at `offset` in the flat of `rank`."""
+
+    rank: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass
+class Matrix:
+    """A matrix (rows, columns) in pieces, in order. `owner` is the rank that makes its updates orthogonal."""
+
+    rows: int
+    columns: int
+    pieces: list[Piece]
+    owner: int = 0
+
+    @property
+    def factor(self) -> float:
+        """Of the learning rate: updates then have the mean square of AdamW's, at any shape."""
+        return 0.2 * math.sqrt(max(self.rows, self.columns))
+
+    @property
+    def work(self) -> int:
+        return self.rows * self.columns * min(self.rows, self.columns)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with a "momentum", AdamW for the others.
+
+    The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices: the
+    rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case. That
+    is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on two ranks, at stage 3 of all,
+    2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
+    """
+
+    def __init__(self, groups: list[Group], **options: Any):
+        super().__init__(groups, **options)
+        self._matrices: dict[Tensor, list[Matrix]] | None = None
+
+    def place(self, flats: Sequence[Tensor], fragments: Sequence[tuple[Any, int, int]], replicated: bool) -> None:
+        """Says where the matrices lie: fragment, number of its flat and offset in it; on all ranks together.
+
+        Before that, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
+        """
+        layout = [(number, fragment.name, tuple(fragment.shape), Piece(ranks.rank(), fragment.start, fragment.numel,
+                                                                       offset))
+                  for fragment, number, offset in fragments]
+        self._matrices = {flat: [] for flat in flats}
+        load = [0] * ranks.world()
+        found: dict[tuple[int, str], Matrix] = {}
+        for number, name, shape, piece in (layout if replicated else sum(ranks.objects(layout), [])):
+            matrix = found.setdefault((number, name), Matrix(shape[0], math.prod(shape[1:]), []))
+            matrix.pieces.append(piece)
+        for (number, _), matrix in found.items():
+            most = max(piece.numel for piece in matrix.pieces)
+            matrix.owner = min((piece.rank for piece in matrix.pieces if piece.numel == most), key=lambda r: load[r])
+            load[matrix.owner] += matrix.work
+            self._matrices[flats[number]].append(matrix)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        if any(group["params"] for group in self.param_groups):
+            super().step()
+        self.param_groups = groups
+        for group in groups if self._matrices is not None else ():
+            for flat in group["params"] if "momentum" in group else ():
+                if flat.grad is not None:
+                    self._step_matrices(flat, group)
+
+    def _step_matrices(self, flat: Tensor, group: Group) -> None:
+        matrices, lr = self._matrices[flat], group["lr"]
+        gradient, applied = _checked(self, flat.grad)
+        state = state_of(self, flat, group["moments"])
+        momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
+        update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)                 # Nesterov's
+        for matrix in matrices:
+            if len(matrix.pieces) == 1 and matrix.owner == ranks.rank():
+                piece = update.narrow(0, matrix.pieces[0].offset, matrix.pieces[0].numel)
+                piece.copy_(orthogonal(piece.view(matrix.rows, matrix.columns)).reshape(-1))
+        if shared := [matrix for matrix in matrices if len(matrix.pieces) > 1]:
+            exchanged(update, shared)
+        weights = flat.mul_(1 - lr * group["weight_decay"] * applied).view(-1)
+        for matrix in matrices:
+            for piece in matrix.pieces:
+                if piece.rank == ranks.rank():
+                    slice_ = update.narrow(0, piece.offset, piece.numel)
+                    own = weights.narrow(0, piece.offset, piece.numel)
+                    if isinstance(applied, Tensor):
+                        slice_ = slice_ * applied
+                    own.add_(slice_, alpha=-lr * matrix.factor)
+        state["step"] += applied
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Nearly the orthogonal factor of a matrix (rows, columns) in bf16: singular values of about 0.7 to 1.2.
+
+    Five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if tall else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide
+
+
+def exchanged(update: Tensor, matrices: Sequence[Matrix]) -> None:
+    """Makes matrices that lie on several ranks orthogonal, in place in the flat `update`; on all ranks together."""
+    rank, world = ranks.rank(), ranks.world()
+    mine = [[(matrix, piece) for matrix in matrices if matrix.owner == owner for piece in matrix.pieces
+             if piece.rank == rank] for owner in range(world)]
+    theirs = [[(matrix, piece) for matrix in matrices if matrix.owner == rank for piece in matrix.pieces
+               if piece.rank == other] for other in range(world)]
+    sent, received = ([sum(piece.numel for _, piece in pieces) for pieces in side] for side in (mine, theirs))
+    outgoing = torch.cat([update.new_empty(0), *(update.narrow(0, piece.offset, piece.numel)
+                                                 for pieces in mine for _, piece in pieces)])
+    incoming = update.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent)
+    places = [place for pieces in theirs for place in pieces]
+    values = list(incoming.split([piece.numel for _, piece in places])) if places else []
+    for matrix in matrices:
+        if matrix.owner == rank:
+            slices = sorted(((piece.start, value) for (owned, piece), value in zip(places, values) if owned is matrix),
+                            key=lambda item: item[0])
+            whole = orthogonal(torch.cat([value for _, value in slices]).view(matrix.rows, matrix.columns)).reshape(-1)
+            for start, value in slices:
+                value.copy_(whole[start: start + value.numel()])
+    dist.all_to_all_single(outgoing, incoming, sent, received)
+    returned = [piece for pieces in mine for _, piece in pieces]
+    for piece, value in zip(returned, outgoing.split([piece.numel for piece in returned]) if returned else ()):
+        update.narrow(0, piece.offset, piece.numel).copy_(value)

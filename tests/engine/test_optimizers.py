@@ -1,0 +1,94 @@
+"""Lion, Muon and 8-bit AdamW, sharded: against plain torch, resumed, and moved to other stages and ranks."""
+
+import json
+
+import pytest
+
+from dstrain.engine.settings import resolve
+from dstrain.recipe import ConfigError, Run
+from tests.engine.check_optimizers import CASES, HALF, MOVES, STEPS
+from tests.support.launch import launch
+
+CASE_NAMES = ["-".join(map(str, case)) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizers")
+    launch("tests/engine/check_optimizers.py", "train", folder, folder / "two.json", num=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def figures(trained):
+    return json.loads((trained / "two.json").read_text())
+
+
+@pytest.mark.slow
+class TestTwoRanks:
+    @pytest.mark.parametrize("case", CASE_NAMES)
+    def test_weights(self, figures, case):
+        """Oracle: ten steps of the publication's algorithm, or of torch.optim.Muon, on whole weights in fp32; 8 bits keep
+        the weights within a few hundredths of AdamW's way, bf16 within a tenth.
+        """
+        found = figures[case]
+        if "bf16" not in case and "8bit" not in case:
+            assert found["furthest"] < 1e-6
+        assert found["mean"] < 0.1 * found["moved"]
+        assert found["updates"] == STEPS
+
+    @pytest.mark.parametrize("case", CASE_NAMES)
+    def test_resumed(self, figures, case):
+        """Oracle: the run without a break, bit for bit: weights, moments and count."""
+        assert figures[case]["resumed"] == HALF and figures[case]["differ"] == []
+
+    @pytest.mark.parametrize("case", CASE_NAMES)
+    def test_not_finite(self, figures, case):
+        """Oracle: the bits before a gradient that was infinite on one rank only."""
+        assert figures[case]["skips"]
+
+    def test_another_optimizer(self, figures):
+        """Oracle: a fresh optimizer: no count, moments of zero, and a line that says so."""
+        found = figures["other"]
+        assert found["resumed"] == HALF and found["updates"] == 0 and found["moments"] == 0
+        assert "begins without moments" in found["notes"][0]
+
+
+@pytest.mark.slow
+def test_moved(trained):
+    """Oracle: the run on two ranks at the stage before, without a break."""
+    launch("tests/engine/check_optimizers.py", "move", trained, trained / "one.json", num=1)
+    found = json.loads((trained / "one.json").read_text())
+    assert len(found) == len(MOVES)
+    for case, figures in found.items():
+        assert figures["resumed"] == HALF
+        assert figures["mean"] < (0.05 if "8bit" in case else 1e-3) * figures["moved"], case
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
+def test_offload_is_refused(name):
+    """Oracle: the README: only adamw is offloaded."""
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=f"optimizer.name is {name}: remove it, or write optimizer.name=adamw"):
+        resolve(config, Run.model_validate({"optimizer": {"name": name}}), 1, "cpu")
+
+
+def test_missing_library(monkeypatch):
+    """Oracle: the line that installs it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        resolve({}, Run.model_validate({"optimizer": {"name": "adamw8bit"}}), 1, "cpu")
+
+
+def test_block_of_the_json():
+    """Oracle: the recipe: a block that names its optimizer is allowed, another one is refused."""
+    run = Run.model_validate({"optimizer": {"name": "lion"}})
+    resolve({"optimizer": {"type": "Lion"}}, run, 1, "cpu")
+    with pytest.raises(ConfigError, match="optimizer.type"):
+        resolve({"optimizer": {"type": "AdamW"}}, run, 1, "cpu")
+
+
+def test_own_files_of_deepspeed_are_refused():
+    """Oracle: the reason, by the recipe's keys."""
+    with pytest.raises(ValueError, match="save.format=fragments"):
+        Run.model_validate({"optimizer": {"name": "muon"}, "save": {"format": "deepspeed"}})
