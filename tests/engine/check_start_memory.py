@@ -20,7 +20,7 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
-from dstrain.engine.masters import MOMENTS
+from dstrain.engine.optimizers import ADAM
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
 from dstrain.recipe import Run
@@ -88,7 +88,7 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Engine
         masters = built.masters["net"]
         ema = EmaShadow(built.masters, Run(name="x", ema={"decays": (0.5,)}).ema, ("net",))
         ema.reset()
-        for moment in MOMENTS:
+        for moment in ADAM:
             masters.moments(moment)
     drawn = dict(+DRAWN)
     expected = dict(initial_weights(network(), SEED))
