@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
@@ -11,8 +12,7 @@ def main() -> int:
     options = _options()
     from dstrain.bench import cases, kit
     known = cases.cases()
-    chosen = [case for case in known if options.part in (None, case.part)
-              and (not options.only or any(word in case.name for word in options.only.split(",")))]
+    chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
     if options.case:
         (case,) = [case for case in known if case.name == options.case]
         return kit.run_case(case, options.record, options.dry_run, options.out)
@@ -32,6 +32,12 @@ def main() -> int:
         good &= kit.run_part(part, cases.TITLES[part], own, options.out, options.dry_run,
                              [sys.executable, os.path.abspath(__file__)], options.seconds)
     return 0 if good and chosen else 1
+
+
+def _named(name: str, only: str, known: list[Any]) -> bool:
+    """Whether --only chooses a case: by its whole name, or by a word that is no whole name and stands in it."""
+    whole = {case.name for case in known}
+    return not only or any(word == name if word in whole else word in name for word in only.split(","))
 
 
 def _options() -> argparse.Namespace:

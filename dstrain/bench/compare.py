@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from dstrain import systems
 from dstrain.bench.floors import ema_beside_copy
 from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops
+from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops, system_of
 from dstrain.bench.timing import Machine, Times, alternate, keep_memory, matmul_rate
 from dstrain.engine.settings import precision
 from dstrain.engine.start import start
@@ -53,9 +52,7 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
 def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str, Times], Figures]:
     """Times of a step by side; those of an average and of a copy; rates, and the share of the matrix products' rate."""
     device, dtype = group.device(), DTYPES[precision(settings)]
-    system = systems.build(run.system, run.model)
-    for network in system.frozen():
-        network.to(device)
+    system = system_of(run)
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     ours, first, figures = Dstrain(run, settings, system, batches), run.steps // 2, {}      # an adversary has joined
     sides = {"dstrain": ours.step}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain import systems
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
-from dstrain.bench.sides import Dstrain, Losses, Plain, Repeated, apart
+from dstrain.bench.sides import Dstrain, Losses, Plain, Repeated, apart, system_of
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.masters import MOMENTS
 from dstrain.engine.start import start
@@ -31,7 +30,7 @@ class Trial:
     """What the loop holds of one run, with checkpoints in `folder`."""
 
     def __init__(self, run: Run, stage: int, precision: str, folder: Path):
-        self.system = systems.build(run.system, run.model)
+        self.system = system_of(run)
         batches = Repeated(self.system, run.batch.global_, 1, count=2 * HALF)
         self.trained = Dstrain(run, jobs.settings(run, stage, precision), self.system, batches)
         self.lines: list[str] = []
@@ -69,7 +68,7 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
 
 def _plain(run: Run, dtype: torch.dtype) -> list[Losses]:
     """The curve of the plain loop, eager."""
-    system = systems.build(run.system, run.model)
+    system = system_of(run)
     plain = Plain(run.model_copy(update={"compile": "off"}), system, Repeated(system, run.batch.global_, 1, 2 * HALF),
                   dtype)
     return [plain.step(number) for number in range(2 * HALF)]

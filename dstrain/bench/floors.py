@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from dstrain import systems
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
-from dstrain.bench.sides import Dstrain, Repeated
+from dstrain.bench.sides import Dstrain, Repeated, system_of
 from dstrain.bench.timing import Times, copy_rate, measured
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.masters import MOMENTS
@@ -116,7 +115,7 @@ def _trained(record: Record, stage: int) -> tuple[Dstrain, float]:
     start()
     rate = copy_rate(group.device(), 2 ** 20 if record.dry else 0)
     run = jobs.published("DiT-XL/2", record.dry, ["batch.global=4", "optimizer.clip=0"])
-    system = systems.build(run.system, run.model)
+    system = system_of(run)
     return Dstrain(run, jobs.settings(run, stage, "bf16"), system, Repeated(system, 4, 1)), rate
 
 

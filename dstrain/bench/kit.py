@@ -22,6 +22,7 @@ from dstrain.bench import report
 from dstrain.disk import atomic
 
 PART_SECONDS = 540.0                         # a part ends within them: machines are lent for calls of ten minutes
+_DRY = 4                                     # times a case's limit where two CPU cores do a GPU's work
 _LINES = 40                                  # of a failed case's output that the report keeps
 
 
@@ -83,13 +84,14 @@ def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool,
 def _one(case: Case, out: Path, dry: bool, command: list[str], end: float) -> dict[str, Any]:
     """A case's rows, details and ending: done, failed, out of time, or not run."""
     began, left = time.monotonic(), end - time.monotonic()
+    limit = min(case.limit * (_DRY if dry else 1), left)
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         record, log = Path(folder) / "record", Path(folder) / "log"
         status, error = "not run: the part's time was over", ""
         if left > 20:
             words = [*command, "--case", case.name, "--record", str(record), "--out", str(out)]
-            code = _watched([*words, "--dry-run"] if dry else words, log, min(case.limit, left))
-            status = {0: "done", None: f"out of time after {min(case.limit, left):.0f} s"}.get(code, f"failed ({code})")
+            code = _watched([*words, "--dry-run"] if dry else words, log, limit)
+            status = {0: "done", None: f"out of time after {limit:.0f} s"}.get(code, f"failed ({code})")
             lines = log.read_text(encoding="ascii", errors="replace").splitlines()
             error = "" if code == 0 else "\n".join(lines[-_LINES:])
         rows, details = report.read(record)

@@ -4,8 +4,8 @@
                  defaults for all else, and the averages of DiT's train.py, a Python loop over the parameters
     accelerate   accelerate in the manner of diffusers' training scripts: fp32 weights under autocast, prepare,
                  accumulate, clip, AdamW, diffusers' EMAModel, the loss read at every step
-    fast-DiT     as fast-DiT's train.py: fp32 weights under autocast, torch's AdamW with its defaults, every block recomputed,
-                 averages by a Python loop, the loss read at every step
+    fast-DiT     as fast-DiT's train.py: fp32 weights under autocast, torch's AdamW with its defaults, every block
+                 recomputed, averages by a Python loop, the loss read at every step
 """
 
 import importlib.util

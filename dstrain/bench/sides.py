@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dstrain import systems
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import build
@@ -64,6 +65,14 @@ class Dstrain:
         losses = take_step(number, self.run, self.system, self.engines, self.batches, NoTracker())
         self.ema.update(number, self.engines.applied())
         return losses
+
+
+def system_of(run: Run) -> System:
+    """The system of a recipe, with its frozen networks on the device."""
+    system = systems.build(run.system, run.model)
+    for network in system.frozen():
+        network.to(group.device())
+    return system
 
 
 def compiles(run: Run) -> bool:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from dstrain import systems
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
 from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops
+from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops, system_of
 from dstrain.bench.timing import alternate, matmul_rate
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
@@ -32,7 +31,7 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
     batch, rounds, steps = (2, 1, 1) if record.dry else (batch, rounds, steps)
     run = jobs.published(recipe, record.dry, [f"batch.global={batch}", *overrides])
     settings = jobs.settings(run, stage, precision, **(zero or {}))
-    system, first = systems.build(run.system, run.model), run.steps // 2            # by then an adversary has joined
+    system, first = system_of(run), run.steps // 2            # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     flops = step_flops(system, batches, first)
     built: dict[str, Step] = {}
