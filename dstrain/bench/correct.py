@@ -55,8 +55,7 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
     """A curve of losses, averages, a save beside training, and ways on from it, at each stage."""
     _begin()
     if precision == "fp16" and group.device().type == "cpu":
-        record.detail("left out", "fp16 needs a GPU")
-        return
+        return record.left_out("fp16 needs a GPU")
     run = jobs.small(system, [f"compile={'on' if compiled else 'off'}"])
     reference, most = _plain(run, torch.float32), 1e-4
     if precision != "fp32":                  # what rounding makes of this game is what plain torch makes of it

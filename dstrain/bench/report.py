@@ -43,6 +43,9 @@ class Record:
         """What explains the rows, for the JSON alone."""
         self._write({"detail": {name: content}})
 
+    def left_out(self, reason: str) -> None:
+        self.detail("left out", reason)
+
     def _write(self, line: dict[str, Any]) -> None:
         with open(self._path, "a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
@@ -71,6 +74,8 @@ def markdown(title: str, machine: dict[str, Any], results: Iterable[dict[str, An
             mark = {True: "ok", False: "**missed**", None: ""}[row["ok"]]
             lines.append(f"| {result['case']} | {row['what']} | {row['value']:.4g} {row['unit']} | {row['target']} | "
                          f"{mark} |")
+        if "left out" in result["details"]:
+            lines.append(f"| {result['case']} | left out: {result['details']['left out']} | | | |")
         if result["status"] != "done":
             lines.append(f"| {result['case']} | | | | **{result['status']}** |")
             endings += ["", f"## {result['case']}: {result['status']}", "", "```", result["error"], "```"]

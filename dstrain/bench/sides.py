@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from dstrain import systems
 from dstrain.engine.ema import EmaShadow
@@ -185,12 +186,24 @@ def step_flops(system: System, batches: Repeated, number: int) -> int:
     batch = {name: values[:2] for name, values in next(batches.at(number)).items()}
     with torch.no_grad():
         example = system.encode(batch)
-    with FlopCounterMode(display=False) as counter:
+    with _Flops() as counter:
         for part in system.turns(number):
             for name, module in nets.items():
                 module.requires_grad_(name == part)
             system.loss(part, nets, example)["loss"].backward()
-    return counter.get_total_flops() * batches.accumulation * batches.micro // min(2, batches.micro)
+    return counter.total * batches.accumulation * batches.micro // min(2, batches.micro)
+
+
+class _Flops(TorchDispatchMode):
+    """Sums torch's own counts. Its FlopCounterMode also follows modules, and fails where a loss calls autograd.grad."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func.overloadpacket):
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def apart(ours: Sequence[Losses], theirs: Sequence[Losses]) -> float:

@@ -28,6 +28,8 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
     """Times `sides` at that batch; a dry run takes two samples and two steps. `targets`: bounds of rows by name."""
     start()
     device, targets = group.device(), targets or {}
+    if precision == "fp16" and device.type == "cpu":
+        return record.left_out("fp16 needs a GPU")
     batch, rounds, steps = (2, 1, 1) if record.dry else (batch, rounds, steps)
     run = jobs.published(recipe, record.dry, [f"batch.global={batch}", *overrides])
     settings = jobs.settings(run, stage, precision, **(zero or {}))
@@ -43,7 +45,7 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
         elif side == "plain":
             built[side] = Plain(run, system, batches, DTYPES[precision_of(settings)]).step
         elif reason := available(side):
-            record.detail("left out", reason)
+            record.left_out(reason)
         else:
             built[side] = rivals(run, settings, system, batches, (side,))[side].step
         held[side] = _allocated() - before
