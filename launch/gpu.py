@@ -15,7 +15,8 @@ def main() -> int:
     chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
     if options.case:
         (case,) = [case for case in known if case.name == options.case]
-        return kit.run_case(case, options.record, options.dry_run, options.out)
+        from dstrain.engine.start import start
+        return kit.run_case(case, options.record, options.dry_run, options.out, start)
     if options.list:
         for part, title in cases.TITLES.items():
             print(f"part {part}: {title}")

@@ -23,6 +23,7 @@ from dstrain.disk import atomic
 
 PART_SECONDS = 540.0                         # a part ends within them: machines are lent for calls of ten minutes
 _DRY = 4                                     # times a case's limit where two CPU cores do a GPU's work
+_LEAST = 20.0                                # seconds of a part below which no case is begun
 _LINES = 40                                  # of a failed case's output that the report keeps
 
 
@@ -38,9 +39,12 @@ class Case:
     alone: bool = True                       # what is timed has the machine to itself
 
 
-def run_case(case: Case, record: Path, dry: bool, out: Path) -> int:
-    """In the case's own process: does the work; 1 if it raised."""
+def run_case(case: Case, record: Path, dry: bool, out: Path, load: Callable[[], None] = lambda: None) -> int:
+    """In the case's own process: loads, waits for a line, does the work; 1 if it raised, or if nobody waits for it."""
     try:
+        load()
+        if not sys.stdin.readline():
+            return 1
         case.work(report.Record(record, dry, out), **case.options)
     except Exception:
         traceback.print_exc()
@@ -56,14 +60,13 @@ def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool,
     """
     out.mkdir(parents=True, exist_ok=True)
     end, results, about, lock = time.monotonic() + seconds, [], machine(dry), threading.Lock()
-    together = [case for case in cases if not case.alone]
 
-    def one(case: Case) -> None:
-        result = _one(case, out, dry, command, end)
+    def finish(process: _Process) -> None:
+        result = process.finish(end)
         missed = sum(row["ok"] is False for row in result["rows"])
         with lock:
             results.append(result)
-            print(f"{result['seconds']:6.1f} s  {case.name}: {result['status']}, {len(result['rows'])} figures"
+            print(f"{result['seconds']:6.1f} s  {result['case']}: {result['status']}, {len(result['rows'])} figures"
                   + (f", {missed} missed their target" if missed else ""), flush=True)
             content = {"part": part, "title": title, "machine": about, "results": results}
             atomic.write(out / f"part{part}.json", json.dumps(content, indent=1) + "\n")
@@ -71,47 +74,52 @@ def run_part(part: int, title: str, cases: Sequence[Case], out: Path, dry: bool,
 
     # Every case holds a core; those that are not timed share a GPU.
     with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 1) // 2))) as pool:
-        for future in [pool.submit(one, case) for case in together]:
-            future.result()
-    for case in cases:
-        if case.alone:
-            one(case)
+        together = [case for case in cases if not case.alone]
+        list(pool.map(lambda case: finish(_Process(case, out, dry, command)), together))
+    alone = [case for case in cases if case.alone]
+    ahead = _Process(alone[0], out, dry, command) if alone else None
+    for after in [*alone[1:], None] if alone else ():
+        process, ahead = ahead, None if after is None else _Process(after, out, dry, command)
+        finish(process)                      # while the next one loads
     print((out / f"part{part}.md").read_text(encoding="ascii") if results else "no such case", flush=True)
     return all(result["status"] == "done" and all(row["ok"] is not False for row in result["rows"])
                for result in results)
 
 
-def _one(case: Case, out: Path, dry: bool, command: list[str], end: float) -> dict[str, Any]:
-    """A case's rows, details and ending: done, failed, out of time, or not run."""
-    began, left = time.monotonic(), end - time.monotonic()
-    limit = min(case.limit * (_DRY if dry else 1), left)
-    with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
-        record, log = Path(folder) / "record", Path(folder) / "log"
-        status, error = "not run: the part's time was over", ""
-        if left > 20:
-            words = [*command, "--case", case.name, "--record", str(record), "--out", str(out)]
-            code = _watched([*words, "--dry-run"] if dry else words, log, limit)
-            status = {0: "done", None: f"out of time after {limit:.0f} s"}.get(code, f"failed ({code})")
-            lines = log.read_text(encoding="ascii", errors="replace").splitlines()
-            error = "" if code == 0 else "\n".join(lines[-_LINES:])
-        rows, details = report.read(record)
-    return {"case": case.name, "status": status, "seconds": round(time.monotonic() - began, 1),
-            "rows": [asdict(row) for row in rows], "details": details, "error": error}
+class _Process:
+    """A case's process, which loads libraries at once and begins its work when it is waited for."""
 
+    def __init__(self, case: Case, out: Path, dry: bool, command: list[str]):
+        self._case, self._dry = case, dry
+        self._folder = tempfile.TemporaryDirectory(prefix="dstrain-kit-")
+        self._record, self._log = Path(self._folder.name) / "record", Path(self._folder.name) / "log"
+        words = [*command, "--case", case.name, "--record", str(self._record), "--out", str(out)]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen([*words, "--dry-run"] if dry else words, stdout=log, start_new_session=True,
+                                             stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
 
-def _watched(words: list[str], log: Path, seconds: float) -> int | None:
-    """The exit code of a process, or None where it did not end in time and was killed with its children."""
-    with open(log, "wb") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True)
+    def finish(self, end: float) -> dict[str, Any]:
+        """The case's rows, details and ending (done, failed, out of time, not run), before time.monotonic() is `end`.
+        """
+        began, left = time.monotonic(), end - time.monotonic()
+        limit = min(self._case.limit * (_DRY if self._dry else 1), left)
+        status = "not run: the part's time was over"
         try:
-            return process.wait(seconds)
+            if left > _LEAST:
+                self._process.communicate(b"\n", timeout=limit)
+                status = "done" if self._process.returncode == 0 else f"failed ({self._process.returncode})"
         except subprocess.TimeoutExpired:
-            return None
+            status = f"out of time after {limit:.0f} s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        lines = self._log.read_text(encoding="ascii", errors="replace").splitlines()
+        rows, details = report.read(self._record)
+        self._folder.cleanup()
+        return {"case": self._case.name, "status": status, "seconds": round(time.monotonic() - began, 1),
+                "rows": [asdict(row) for row in rows], "details": details,
+                "error": "" if status == "done" else "\n".join(lines[-_LINES:])}
 
 
 def machine(dry: bool) -> dict[str, Any]:
