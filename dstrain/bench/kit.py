@@ -95,8 +95,8 @@ class _Process:
         self._record, self._log = Path(self._folder.name) / "record", Path(self._folder.name) / "log"
         words = [*command, "--case", case.name, "--record", str(self._record), "--out", str(out)]
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen([*words, "--dry-run"] if dry else words, stdout=log, start_new_session=True,
-                                             stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
+            self._process = subprocess.Popen([*words, "--dry-run"] if dry else words, stdin=subprocess.PIPE, stdout=log,
+                                             stderr=subprocess.STDOUT, start_new_session=True)
 
     def finish(self, end: float) -> dict[str, Any]:
         """The case's rows, details and ending (done, failed, out of time, not run), before time.monotonic() is `end`.
