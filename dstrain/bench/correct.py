@@ -164,12 +164,13 @@ class _Averages:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts values that the host reads out of tensors: .item(), bool(tensor), float(tensor)."""
+    """Counts values that the host reads out of tensors of the device: .item(), bool(tensor), float(tensor)."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in reads and args[0].device.type == group.device().type
         return func(*args, **(kwargs or {}))
 
 

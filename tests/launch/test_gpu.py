@@ -14,7 +14,7 @@ from tests.launch.kit_cases import CASES
 from tests.support.launch import ROOT, environment
 
 # One of each function of the kit, the cheapest: see test_every_function_is_tried.
-TRIED = ("dit fp32", "prior waits", "DiT-XL/2 B=256 dstrain stock", "update at stage 1", "stall")
+TRIED = ("dvae fp32", "dvae waits", "DiT-XL/2 B=256 dstrain stock", "update at stage 1", "stall")
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_dry_run(tmp_path):
                 assert f"| {result['case']} | {row['what']} | " in table
     assert results.keys() == set(TRIED)
     assert done.returncode == 0, done.stdout + done.stderr
-    judged = {row["what"]: row for row in results["dit fp32"]["rows"]}
+    judged = {row["what"]: row for row in results["dvae fp32"]["rows"]}
     for stage in (0, 2):                                      # two of the strict ones are really there
         assert judged[f"stage {stage}: values that differ when resumed"]["ok"] is True
         assert judged[f"stage {stage}: loss of 8 steps, from plain torch in fp32"]["target"] == "<= 0.0001"
