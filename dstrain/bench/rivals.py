@@ -82,10 +82,11 @@ def _average(averages: list[tuple[float, dict[str, Tensor]]], network: nn.Module
 
 def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Rival:
     import deepspeed
+    from torch.utils.cpp_extension import CUDA_HOME
     part, network = _network(run, system)
     _compile(run, system, network)
-    # Without a GPU DeepSpeed's own AdamW is a compilation of 40 s: torch's stands in for it there.
-    own = {} if torch.cuda.is_available() else {"torch_adam": True}
+    # DeepSpeed compiles its own AdamW, in 40 s on a CPU, and with nvcc for a GPU: else torch's stands in for it.
+    own = {} if torch.cuda.is_available() and CUDA_HOME else {"torch_adam": True}
     config = {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation,
               "gradient_clipping": run.optimizer.clip, "steps_per_print": 10 ** 9,
               "optimizer": {"type": "AdamW", "params": own | {

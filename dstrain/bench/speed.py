@@ -3,6 +3,8 @@
 Cases of the kit: samples a second, share of the matrix products' rate, peak memory, how long the GPU has nothing to do.
 """
 
+import gc
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from dstrain.bench.timing import alternate, matmul_rate
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
 from dstrain.ranks import group
+from dstrain.recipe import Run
+from dstrain.systems.base import System
 
 Step = Callable[[int], Any]
 
@@ -44,10 +48,8 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
             built[side] = Dstrain(run, settings, system, batches).step
         elif side == "plain":
             built[side] = Plain(run, system, batches, DTYPES[precision_of(settings)]).step
-        elif reason := available(side):
-            record.left_out(reason)
-        else:
-            built[side] = rivals(run, settings, system, batches, (side,))[side].step
+        elif step := _rival(record, side, run, settings, system, batches):
+            built[side] = step
         held[side] = _allocated() - before
     times = alternate(built, device, first, rounds=rounds, steps=steps, warm_up=1 if record.dry else 3)
     peak = matmul_rate(device, DTYPES[precision], 256 if record.dry else 0)
@@ -70,6 +72,23 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
             row(f"{side}: peak memory", (torch.cuda.max_memory_allocated() - others) / 1e9, "GB")
     for side in (side for side in built if side != "dstrain" and "dstrain" in built):
         row(f"dstrain / {side}", least[side] / least["dstrain"], "of its speed")
+
+
+def _rival(record: Record, side: str, run: Run, settings: dict[str, Any], system: System,
+           batches: Repeated) -> Step | None:
+    """A rival's step, once it has taken one; None, with a row that says so, where it fails: that ends no case."""
+    if reason := available(side):
+        record.left_out(reason)
+        return None
+    try:
+        step = rivals(run, settings, system, batches, (side,))[side].step
+        step(0)
+    except Exception:
+        record.detail(f"{side} failed", traceback.format_exc())
+        step = None
+    record.row(f"{side}: runs", step is not None, at_least=1)
+    gc.collect()
+    return step
 
 
 def profiled(record: Record, side: str, step: Step, first: int, steps: int = 3) -> float:
