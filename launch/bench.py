@@ -1,19 +1,39 @@
-"""Times a training step against a plain PyTorch loop: python launch/bench.py [--recipe FILE] [--ds_config FILE] ..."""
+"""Times a training step beside a plain PyTorch loop, stock DeepSpeed and accelerate, in one run.
 
+    OMP_NUM_THREADS=1 python launch/bench.py [--recipe FILE] [--ds_config FILE] [key=value ...]
+
+Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. dstrain/bench/compare.py says what is
+measured; accelerate comes with `pip install -e '.[bench]'`. Attention: launch/bench_attention.py. A GPU: launch/gpu.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dstrain.command import cli
+from dstrain.ranks import group
+from dstrain.recipe import Run
 
 
 def main() -> None:
-    options = cli.job_arguments("Times a training step of a recipe against a plain PyTorch loop, in one run.",
+    options = cli.job_arguments("Times a training step beside a plain PyTorch loop and others, in one run.",
                                 "launch/bench.py", Path(__file__).resolve().parents[1])
     job = cli.prepare(options)
     if options.print_config:
         print(cli.describe(job), end="")
     elif not options.dry_run:
-        from dstrain.bench import bench
-        bench(job.run, job.settings)
+        from dstrain.bench.compare import GRID, compare
+        micro, world = job.settings["train_micro_batch_size_per_gpu"], group.place().world
+
+        def jobs() -> Iterator[tuple[Run, dict[str, Any]]]:
+            for accumulation, clip in GRID:
+                words = f"batch.micro={micro}", f"batch.global={micro * accumulation * world}", f"optimizer.clip={clip}"
+                own = cli.prepare(replace(options, overrides=(*options.overrides, *words)))
+                yield own.run, own.settings
+
+        compare(jobs())
+        group.leave()
 
 
 if __name__ == "__main__":

@@ -54,17 +54,14 @@ def main() -> None:
 def measure(job: cli.Job, folder: Path) -> dict[str, float]:
     """Seconds by name, and the gigabytes that this rank writes."""
     from dstrain import systems
-    from dstrain.bench import Repeated, dstrain_side
+    from dstrain.bench.sides import Dstrain, Repeated
     from dstrain.recipe import ConfigError, Save
     from dstrain.engine.checkpoint import Checkpoints
-    from dstrain.engine.ema import EmaShadow
     run, settings = job.run, job.settings
     system = systems.build(run.system, run.model)
     micro, accumulation = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
-    batch = {name: tensor.to(group.device()) for name, tensor in system.synthetic(micro).items()}
-    batch |= {"position": torch.arange(micro, device=group.device()), "step": torch.zeros_like(batch["key"])}
-    engines, step = dstrain_side(run, settings, system, Repeated(batch, accumulation))
-    ema = EmaShadow(engines.masters, run.ema, system.averaged)
+    trained = Dstrain(run, settings, system, Repeated(system, micro, accumulation))
+    engines, ema, step = trained.engines, trained.ema, trained.step
     step(0)
     values = [flat.detach() for part, masters in engines.masters.items()
               for flats in (masters.flats, *map(masters.moments, masters.kinds), *ema.flats.get(part, {}).values())

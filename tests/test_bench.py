@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dstrain.bench.rivals import available
 from tests.support.launch import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -18,19 +19,27 @@ def printed(*words: object) -> str:
     return done.stdout
 
 
-def test_both_sides_train_alike():
-    """Oracle: each other: five steps of the loop and of the plain rival from the same weights, to fp32 rounding."""
-    found = json.loads(printed(ROOT / "tests/check_bench.py").splitlines()[-1])
-    assert found["apart"] < 1e-6
+def test_all_sides_train_alike():
+    """Oracle: each other: five steps of dstrain, the plain loop and each rival from the same weights, to fp32 rounding.
+    """
+    names = [name for name in ("stock", "accelerate", "fast-DiT") if available(name) is None]
+    found = json.loads(printed(ROOT / "tests/check_bench.py", *names).splitlines()[-1])
+    assert found["apart"].keys() == {"plain", "losses", *names}
+    assert max(found["apart"].values()) < 1e-6
     assert found["flops"] > 6 * found["size"] * 16 * 8       # 16 tokens a sample; attention and the rest come on top
 
 
 def test_the_script():
-    """Oracle: the names that the README and the docstring give to what is printed."""
-    said = printed(ROOT / "launch/bench.py", "--recipe", ROOT / "tests/launch/tiny.yaml",
+    """Oracle: the names that the README and the docstrings give to what is printed, in each of four comparisons."""
+    text = printed(ROOT / "launch/bench.py", "--recipe", ROOT / "tests/launch/tiny.yaml",
                    "--ds_config", ROOT / "ds_configs/zero2_fp32.json")
-    for name in ("dstrain / plain", "plain samples/s", "dstrain share of matmul"):
-        assert name in said
+    for name in ("dstrain / plain", "stock / plain", "plain least s", "dstrain share of matmul", "EMA / copy"):
+        assert text.count(f"  {name} ") == 4
+    for words in ("batch 8 in 1 micro-batches, clip 0,", "batch 8 in 1 micro-batches, clip 1,",
+                  "batch 32 in 4 micro-batches, clip 0,", "batch 32 in 4 micro-batches, clip 1,"):
+        assert words in text
+    assert text.count("wall time: ") + text.count("CPU time of all threads: ") == 4
+    assert text.count("pip install -e '.[bench]'" if available("accelerate") else "accelerate / plain ") == 4
 
 
 def test_the_script_for_saves(tmp_path):

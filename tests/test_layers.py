@@ -30,19 +30,22 @@ RULES = {
     "drawing": (*GROUND, "data", "track", "systems.base"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
+    "bench": (*GROUND, "engine", "systems", "systems.base", "command", "train"),       # times train's own step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
-A_VERB = (*(room for room in RULES if room != "command"), "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "bench", "notebook", "keep")
-A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", *VERBS)
+A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
+VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "notebook", "keep")
+A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
-    "deepspeed": ("dstrain.engine",),
+    "deepspeed": ("dstrain.engine", "dstrain.bench.rivals"),
+    "accelerate": ("dstrain.bench.rivals",),
     "wandb": ("dstrain.track",),
     "matplotlib": ("dstrain.track",),
-    "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl"),
+    "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
+                  "dstrain.bench.rivals"),
     "transformers": ("dstrain.encoders",),
 }
 
@@ -90,7 +93,7 @@ def allowed(module: str) -> tuple[str, ...]:
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:
-        return (*A_VERB, own, "train") if own == "bench" else (*A_VERB, own)       # bench times train's own step
+        return (*A_VERB, own)
     if own == "dstrain":
         return ()
     if own.startswith("systems.") and own not in RULES:

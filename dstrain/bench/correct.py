@@ -1,0 +1,182 @@
+"""Whether a system trains right on this machine: against plain PyTorch in fp32, and against itself, resumed.
+
+Cases of the kit; each runs at the sizes of the small recipes, on a GPU as in a dry run.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrain.bench import jobs
+from dstrain.bench.report import Record
+from dstrain.bench.sides import Dstrain, Losses, Plain, Repeated, apart, system_of
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.start import start
+from dstrain.ranks import group
+from dstrain.recipe import Run, Save
+
+HALF = 4                                     # steps before the checkpoint, and after it
+State = dict[str, Tensor]
+
+
+class Trial:
+    """What the loop holds of one run, with checkpoints in `folder`."""
+
+    def __init__(self, run: Run, stage: int, precision: str, folder: Path):
+        self.system = system_of(run)
+        batches = Repeated(self.system, run.batch.global_, 1, count=2 * HALF)
+        self.trained = Dstrain(run, jobs.settings(run, stage, precision), self.system, batches)
+        self.lines: list[str] = []
+        self.saves = Checkpoints(folder, self.trained.engines, self.trained.ema, self.system, Save(),
+                                 self.lines.append)
+
+    def steps(self, first: int, last: int) -> list[Losses]:
+        return [self.trained.step(number) for number in range(first, last)]
+
+    def state(self) -> State:
+        """Copies of masters, moments and averages by name, whatever the layout, and the system's own."""
+        values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
+        for part, masters in self.trained.engines.masters.items():
+            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
+                     **{f"ema {decay}": flats for decay, flats in self.trained.ema.flats.get(part, {}).items()}}
+            values |= {f"{part}/{kind}/{fragment.name}": view.clone() for kind, flats in kinds.items()
+                       for fragment, view in masters.views(flats)}
+        return values
+
+
+def check(record: Record, system: str, precision: str, stages: tuple[int, ...], compiled: bool) -> None:
+    """A curve of losses, averages, a save beside training, and ways on from it, at each stage."""
+    _begin()
+    if precision == "fp16" and group.device().type == "cpu":
+        return record.left_out("fp16 needs a GPU")
+    run = jobs.small(system, [f"compile={'on' if compiled else 'off'}"])
+    reference, most = _plain(run, torch.float32), 1e-4
+    if precision != "fp32":                  # what rounding makes of this game is what plain torch makes of it
+        most = 2 * apart(_plain(run, torch.bfloat16), reference) + 2e-3
+    for stage in stages:
+        with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
+            _check_stage(record, run, stage, precision, Path(folder), reference, most)
+
+
+def _plain(run: Run, dtype: torch.dtype) -> list[Losses]:
+    """The curve of the plain loop, eager."""
+    system = system_of(run)
+    plain = Plain(run.model_copy(update={"compile": "off"}), system, Repeated(system, run.batch.global_, 1, 2 * HALF),
+                  dtype)
+    return [plain.step(number) for number in range(2 * HALF)]
+
+
+def _check_stage(record: Record, run: Run, stage: int, precision: str, folder: Path, reference: list[Losses],
+                 most: float) -> None:
+    """`most`: how far a loss may be from the reference."""
+    name = f"stage {stage}"
+    trial = Trial(run, stage, precision, folder)
+    averages = _Averages(trial)
+    losses = [averages.after(trial, number) for number in range(HALF)]
+    record.row(f"{name}: EMA, from its formula in float64", averages.apart(trial), at_most=1e-6)
+    saved = trial.state()
+    trial.saves.save(HALF)
+    buffers = trial.saves.saver._snapshot._buffers
+    record.row(f"{name}: saved beside training, from copies", bool(buffers), at_least=1)
+    if group.device().type == "cuda":
+        record.row(f"{name}: page-locked copies", all(buffer.is_pinned() for buffer in buffers.values()), at_least=1)
+    losses += trial.steps(HALF, 2 * HALF)
+    trial.saves.saver.settle()
+    record.row(f"{name}: loss of {2 * HALF} steps, from plain torch in fp32",
+               apart(losses, reference), at_most=most)
+    ended = trial.state()
+
+    resumed = Trial(run, stage, precision, folder)
+    record.row(f"{name}: resumed at", resumed.saves.resume(), "steps", at_least=HALF)
+    record.row(f"{name}: values that differ when resumed", _differ(resumed.state(), saved), at_most=0)
+    again = resumed.steps(HALF, 2 * HALF)
+    record.row(f"{name}: losses of resumed steps, from the uninterrupted", apart(again, losses[HALF:]), at_most=0)
+    record.row(f"{name}: values that differ {HALF} steps later", _differ(resumed.state(), ended), at_most=0)
+
+    other = 3 if stage < 3 else 1
+    moved = Trial(run, other, precision, folder)
+    moved.saves.resume()
+    record.row(f"{name}: values that differ at stage {other}", _differ(moved.state(), saved), at_most=0)
+    record.row(f"{name}: losses at stage {other}, from the uninterrupted",
+               apart(moved.steps(HALF, 2 * HALF), losses[HALF:]), at_most=most)
+
+
+def no_reads(record: Record, system: str, precision: str, stages: tuple[int, ...]) -> None:
+    """Steps in which the host waits for the GPU for nothing; without a GPU, how often it reads a value."""
+    _begin(deterministic=False)
+    run = jobs.small(system, ["compile=off"])
+    for stage in stages:
+        with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
+            trial = Trial(run, stage, precision, Path(folder))
+            trial.steps(0, HALF)
+            with _Reads() as reads:
+                trial.steps(HALF, HALF + 1)
+            record.row(f"stage {stage}: host reads a step", reads.count, at_most=0, here=not record.dry)
+            if group.device().type == "cuda":
+                with _errors_on_sync():
+                    trial.steps(HALF + 1, 2 * HALF)
+                record.row(f"stage {stage}: steps without synchronization", HALF - 1, at_least=HALF - 1)
+
+
+def _begin(deterministic: bool = True) -> None:
+    """Sums in a fixed order, so that a resumed run can have the same bits, and no TF32."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+    start()
+
+
+def _differ(ours: State, theirs: State) -> int:
+    """Elements that are not the same bits, NaN included."""
+    assert ours.keys() == theirs.keys()
+    return sum(int((~(ours[name] == theirs[name])).sum()) for name in ours)
+
+
+class _Averages:
+    """Averages by their formula, in float64, beside those of a trial."""
+
+    def __init__(self, trial: Trial):
+        self.shadows = {part: {decay: [flat.double() for flat in flats] for decay, flats in by_decay.items()}
+                        for part, by_decay in trial.trained.ema.flats.items()}
+
+    def after(self, trial: Trial, number: int) -> Losses:
+        """The losses of one step, after which the averages follow."""
+        losses = trial.trained.step(number)
+        applied, ema = trial.trained.engines.applied(), trial.trained.run.ema
+        for part, by_decay in self.shadows.items():
+            for decay, shadow in by_decay.items() if applied.get(part) else ():
+                keep = ema.decay_at(decay, number)
+                for own, flat in zip(shadow, trial.trained.engines.masters[part].flats):
+                    own.mul_(keep).add_(flat.detach(), alpha=1 - keep)
+        return losses
+
+    def apart(self, trial: Trial) -> float:
+        return max((own - flat).abs().max().item() for part, by_decay in trial.trained.ema.flats.items()
+                   for decay, flats in by_decay.items() for own, flat in zip(self.shadows[part][decay], flats))
+
+
+class _Reads(TorchDispatchMode):
+    """Counts values that the host reads out of tensors of the device: .item(), bool(tensor), float(tensor)."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in reads and args[0].device.type == group.device().type
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _errors_on_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,142 @@
+"""Optimizer, averages and checkpoints against the bytes that they must move; and the README's first command.
+
+Cases of the kit.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.bench import jobs
+from dstrain.bench.report import Record
+from dstrain.bench.sides import Dstrain, Repeated, system_of
+from dstrain.bench.timing import Times, copy_rate, measured
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.start import start
+from dstrain.ranks import group
+from dstrain.recipe import Save
+
+_STEP_BYTES = 42                             # a weight: gradient, master, moments, average, compute weight
+_ROUNDS = 5
+
+
+def update(record: Record, stage: int) -> None:
+    """What follows the backward pass of DiT-XL/2: check, optimizer, averages, publication; and an average alone."""
+    trained, rate = _trained(record, stage)
+    seconds = [_after_backward(trained, number) for number in range(1, _ROUNDS + 2)][1:]
+    size = sum(flat.numel() for masters in trained.engines.masters.values() for flat in masters.flats)
+    record.row("copy", rate / 1e12, "TB/s")
+    record.row("weights", size / 1e6, "M")
+    record.row("step and EMA after backward", 1e3 * min(seconds), "ms")
+    record.speed("step and EMA / floor of 42 B a weight", min(seconds) * rate / size / _STEP_BYTES, at_most=1.3)
+    times = ema_beside_copy(trained)
+    least = {name: own.least("wall") for name, own in times.items()}
+    record.row("EMA / copy of the same elements", least["EMA"] / least["copy"])
+    record.speed("EMA / floor of 12 B a weight", least["EMA"] * rate / size / 12, at_most=1.3)
+
+
+def stall(record: Record, stage: int) -> None:
+    """What training waits for while a checkpoint of DiT-XL/2 is written, against a copy of its bytes to the host."""
+    trained, _ = _trained(record, stage)
+    trained.step(0)
+    values = [flat.detach() for part, masters in trained.engines.masters.items()
+              for flats in (masters.flats, *map(masters.moments, masters.kinds), *trained.ema.flats.get(part, {}).values())
+              for flat in flats]
+    size = 4 * sum(flat.numel() for flat in values)
+    cuda = group.device().type == "cuda"
+    target = torch.empty(max(flat.numel() for flat in values), pin_memory=cuda)
+    copy = min(measured(lambda: [target[:flat.numel()].copy_(flat.view(-1)) for flat in values], group.device())[0]
+               for _ in range(3))
+    with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
+        lines: list[str] = []
+        saves = Checkpoints(Path(folder), trained.engines, trained.ema, trained.system, Save(), lines.append)
+        waits = []
+        for number in (1, 2):                # the first makes the buffers
+            waits.append(measured(lambda: saves.save(number), group.device())[0])
+            began = time.perf_counter()
+            saves.saver.settle()
+            written = waits[-1] + time.perf_counter() - began
+    record.detail("log", lines)
+    record.row("checkpoint", size / 1e9, "GB")
+    record.row("copy to the host", size / copy / 1e9, "GB/s")
+    record.row("first stall", waits[0], "s")
+    record.row("stall", waits[1], "s")
+    record.speed("stall / copy", waits[1] / copy, at_most=1.3)
+    record.row("whole save", size / written / 1e9, "GB/s")
+    record.row("saved", saves.saver.newest, "steps", at_least=2)
+
+
+def first_command(record: Record) -> None:
+    """The README's first command; a dry run takes two steps of it."""
+    with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
+        words = [sys.executable, "-m", "deepspeed.launcher.runner", "launch/train.py", "--ds_config",
+                 "ds_configs/zero2.json", f"folder={folder}/run", "track.wandb=disabled"]
+        words += ["steps=2", "every.evaluate=0", "samples.num=2", "samples.num_steps=2"] if record.dry else []
+        began = time.perf_counter()
+        done = subprocess.run(words, cwd=jobs.root(), capture_output=True, text=True, check=False)
+        record.row("seconds", time.perf_counter() - began, "s")
+        log = Path(folder) / "run" / "log.txt"
+        record.detail("log", (log.read_text() if log.exists() else done.stdout + done.stderr).splitlines()[-40:])
+        record.row("exit code", done.returncode, at_most=0)
+        pictures = sorted((Path(folder) / "run" / "samples").glob("*.png"))
+        record.row("grids of samples", len(pictures), at_least=1)
+        for picture in pictures[-1:]:
+            shutil.copyfile(picture, record.out / "first_command.png")
+
+
+def ema_beside_copy(trained: Dstrain, elements: int = 2 ** 24, rounds: int = 20) -> dict[str, Times]:
+    """Times of one average's update and of a copy of the same elements, in turns of so many elements at least."""
+    masters, part = trained.engines.masters, next(iter(trained.ema.flats))
+    decay = next(iter(trained.ema.flats[part]))
+    trained.ema.flats = {part: {decay: trained.ema.flats[part][decay]}}
+    live = [flat.detach() for flat in masters[part].flats]
+    copies = [flat.clone() for flat in live]
+    works = {"EMA": lambda: trained.ema.update(trained.run.steps, {part: True}),
+             "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)]}
+    times = {name: Times() for name in works}
+    calls = max(1, elements // max(sum(flat.numel() for flat in live), 1))
+    for _ in range(rounds):
+        for name, work in works.items():
+            wall, cpu = measured(lambda: [work() for _ in range(calls)], group.device())
+            times[name].wall.append(wall / calls)
+            times[name].cpu.append(cpu / calls)
+    return times
+
+
+def _trained(record: Record, stage: int) -> tuple[Dstrain, float]:
+    """DiT-XL/2 on a small batch, and the rate of copies in bytes a second."""
+    start()
+    rate = copy_rate(group.device(), 2 ** 20 if record.dry else 0)
+    run = jobs.published("DiT-XL/2", record.dry, ["batch.global=4", "optimizer.clip=0"])
+    system = system_of(run)
+    return Dstrain(run, jobs.settings(run, stage, "bf16"), system, Repeated(system, 4, 1)), rate
+
+
+def _after_backward(trained: Dstrain, number: int) -> float:
+    """Seconds from the end of the backward pass to the end of the step."""
+    engine, ended = next(iter(trained.engines.values())), [0.0]
+    backward = engine.backward
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        result = backward(*args, **kwargs)
+        ended[0] = _now()
+        return result
+
+    engine.backward = timed
+    try:
+        trained.step(number)
+        return _now() - ended[0]
+    finally:
+        del engine.backward                  # uncovers the class's method
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,75 @@
+"""The recipes of the kit: every system at a size that any machine trains, and published ones without their data.
+
+Samples are synthetic, so no data set and no trained first stage is needed.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrain.command import cli
+from dstrain.engine.settings import resolve
+from dstrain.ranks import group
+from dstrain.recipe import Run
+
+# Small recipes, with what lets the whole of a system learn within some steps: no warm-up, an adversary from the start.
+SYSTEMS = {
+    "dit": ("dit-small", []),
+    "iddpm": ("iddpm-small", ["model.history_per_term=1", "model.diffusion_steps=4",
+                              "samples.num_steps=4"]),
+    "dvae": ("dvae-small", []),
+    "vae": ("vae-small", ["model.kl.discriminator={start: 2, weight: 0.1, n_layers: 1, base_channels: 16}"]),
+    "tokenizer": ("phenaki-tokenizer-small", ["model.discriminator={start: 2, n_layers: 1, base_channels: 8, "
+                                              "penalty: {every: 2}}"]),
+    "phenaki": ("phenaki-small", ["model.tokenizer=null", "model.token_shape=[5,6,6]", "model.codebook_size=1024",
+                                  "model.temporal_patch_size=2", "samples.sampler=null"]),
+    "prior": ("prior-small", ["model.dropout=0"]),
+}
+_SMALL = ["batch.global=8", "optimizer.warmup=0", "every.sample=0", "every.evaluate=0"]
+
+# Published recipes: how they are freed of their data, and how small a dry run makes them.
+_DIT = ["model.first_stage=null", "model.image_size=32", "data.image_size=32", "data.channels=4"]
+PUBLISHED = {
+    "DiT-XL/2": ("dit-xl2-imagenet256", _DIT,
+                 ["model.size=null", "model.patch_size=2", "model.hidden_size=32", "model.depth=2", "model.num_heads=2",
+                  "model.image_size=8", "data.image_size=8"]),
+    "IDDPM-64": ("iddpm-imagenet64-hybrid", [], ["model.num_channels=32", "model.num_res_blocks=1"]),
+    "VAE f8": ("vae-kl-f8", ["model.kl.perceptual=null", "model.kl.discriminator.start=0"],
+               ["model.kl.block_out_channels=[32,32]", "data.image_size=32"]),
+    "C-ViViT": ("phenaki-tokenizer", ["model.perceptual=null", "model.discriminator.start=0"],
+                ["model.dim=32", "model.heads=2", "model.dim_head=16", "model.spatial_depth=1",
+                 "model.temporal_depth=1", "data.image_size=32", "data.num_frames=3"]),
+    "MaskGit": ("phenaki-readme", ["model.tokenizer=null", "samples.sampler=null", "samples.prompts=null"],
+                ["model.dim=32", "model.depth=1", "model.heads=2", "model.dim_head=16", "model.codebook_size=64",
+                 "model.token_shape=[3,4,4]", "data.num_frames=5"]),
+    "prior": ("prior-laion", [], ["model.depth=1", "model.heads=2", "model.dim_head=16"]),
+}
+
+
+def root() -> Path:
+    """The repository: recipes and DeepSpeed JSONs are no part of the package."""
+    return Path(__file__).resolve().parents[2]
+
+
+def small(system: str, overrides: Sequence[str] = ()) -> Run:
+    recipe, own = SYSTEMS[system]
+    return cli.load_recipe(Path(f"launch/recipes/{recipe}.yaml"), root(), [*own, *_SMALL, *overrides])
+
+
+def published(name: str, dry: bool, overrides: Sequence[str] = ()) -> Run:
+    recipe, own, scaled_down = PUBLISHED[name]
+    return cli.load_recipe(Path(f"launch/recipes/{recipe}.yaml"), root(),
+                           [*own, *(scaled_down if dry else ()), *overrides])
+
+
+def settings(run: Run, stage: int, precision: str, **zero: Any) -> dict[str, Any]:
+    """The shipped JSON of that stage in that precision, with other entries of zero_optimization."""
+    content = json.loads((root() / "ds_configs" / f"zero{max(stage, 1)}.json").read_text(encoding="ascii"))
+    del content["bf16"]
+    content["zero_optimization"] |= {"stage": stage, **zero}
+    if precision == "fp16":                  # from a scale that none of these losses overflows: no step is skipped
+        content["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    elif precision == "bf16":
+        content["bf16"] = {"enabled": True}
+    return resolve(content, run, 1, group.device().type)

@@ -1,0 +1,59 @@
+"""Tests and measures dstrain on a machine with a GPU, unattended: python launch/gpu.py --part N. See launch/gpu.md."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> int:
+    """0 if every case ended well and met its targets, else 1."""
+    options = _options()
+    from dstrain.bench import cases, kit
+    known = cases.cases()
+    chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
+    if options.case:
+        (case,) = [case for case in known if case.name == options.case]
+        from dstrain.engine.start import start
+        return kit.run_case(case, options.record, options.dry_run, options.out, start)
+    if options.list:
+        for part, title in cases.TITLES.items():
+            print(f"part {part}: {title}")
+            print("\n".join(f"    {case.name}" for case in chosen if case.part == part))
+        return 0
+    from dstrain.ranks import group
+    if not options.dry_run and group.device().type == "cpu":
+        print("launch/gpu.py: there is no GPU here; --dry-run goes through every case at small sizes on the CPU",
+              file=sys.stderr)
+        return 2
+    good = True
+    for part in sorted({case.part for case in chosen}):
+        own = [case for case in chosen if case.part == part]
+        good &= kit.run_part(part, cases.TITLES[part], own, options.out, options.dry_run,
+                             [sys.executable, os.path.abspath(__file__)], options.seconds)
+    return 0 if good and chosen else 1
+
+
+def _named(name: str, only: str, known: list[Any]) -> bool:
+    """Whether --only chooses a case: by its whole name, or by a word that is no whole name and stands in it."""
+    whole = {case.name for case in known}
+    return not only or any(word == name if word in whole else word in name for word in only.split(","))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", type=int, choices=range(1, 9), help="one part, below nine minutes; default: all")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cases whose names hold one of these, by commas")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), metavar="FOLDER",
+                        help="where partN.json and partN.md are written ($OUT, else runs/gpu)")
+    parser.add_argument("--dry-run", action="store_true", help="every case at small sizes, also without a GPU")
+    parser.add_argument("--list", action="store_true", help="names the cases, and starts nothing")
+    parser.add_argument("--seconds", type=float, default=540.0, help="how long a part may take (540)")
+    parser.add_argument("--case", help=argparse.SUPPRESS)              # a case's own process
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The kit for a GPU: its runner, its figures, and a dry run of a case of every kind, on the CPU."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dstrain.bench import cases, jobs, kit, report
+from dstrain.bench.speed import idle_share
+from tests.launch.kit_cases import CASES
+from tests.support.launch import ROOT, environment
+
+# One of each function of the kit, the cheapest: see test_every_function_is_tried.
+TRIED = ("dvae fp32", "dvae waits", "DiT-XL/2 B=256 dstrain stock", "update at stage 1", "stall")
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path):
+    """Oracle: the kit's own targets of correctness, which hold on any device; and the same rows in JSON and table."""
+    done = subprocess.run([sys.executable, ROOT / "launch/gpu.py", "--dry-run", "--only", ",".join(TRIED), "--out",
+                           tmp_path], env=environment(), text=True, capture_output=True, timeout=600)
+    results = {}
+    for path in sorted(tmp_path.glob("part*.json")):
+        content = json.loads(path.read_text())
+        table = path.with_suffix(".md").read_text()
+        for result in content["results"]:
+            results[result["case"]] = result
+            assert result["status"] == "done", result["error"]
+            assert result["rows"]
+            for row in result["rows"]:
+                assert row["ok"] is not False, (result["case"], row)
+                assert f"| {result['case']} | {row['what']} | " in table
+    assert results.keys() == set(TRIED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    judged = {row["what"]: row for row in results["dvae fp32"]["rows"]}
+    for stage in (0, 2):                                      # two of the strict ones are really there
+        assert judged[f"stage {stage}: values that differ when resumed"]["ok"] is True
+        assert judged[f"stage {stage}: loss of 8 steps, from plain torch in fp32"]["target"] == "<= 0.0001"
+    speed = {row["what"]: row for row in results[TRIED[2]]["rows"]}
+    assert (speed["dstrain: samples/s"]["target"], speed["dstrain: samples/s"]["ok"]) == (">= 780", None)
+    assert {"stock: share of matmul", "dstrain / stock", "stock: idle share"} <= speed.keys()
+
+
+def test_every_function_is_tried():
+    """Oracle: the dry run above, but for the first command, which tests/launch/test_resume.py and others launch."""
+    known = {case.name: case.work.__name__ for case in cases.cases()}
+    assert {known[name] for name in TRIED} == set(known.values()) - {"first_command"}
+    assert len(known) == len(cases.cases())                   # names are unique: a process finds its case by its name
+
+
+def test_a_part_survives_its_cases(tmp_path):
+    """Oracle: cases that end well, miss a target, raise, die and hang: what they wrote before is kept."""
+    good = kit.run_part(1, "ways to end", CASES, tmp_path, True, [sys.executable, str(ROOT / "tests/launch/kit_cases.py")],
+                        seconds=400)
+    assert not good
+    content = json.loads((tmp_path / "part1.json").read_text())
+    results = {result["case"]: result for result in content["results"]}
+    assert content["machine"]["torch"] and results.keys() == {case.name for case in CASES}
+    assert results["good"]["status"] == "done"
+    assert results["good"]["rows"] == [
+        {"what": "value", "value": 1.0, "unit": "m", "target": "<= 2", "ok": True},
+        {"what": "speed", "value": 1.0, "unit": "", "target": ">= 5", "ok": None}]
+    assert results["misses"]["rows"][0]["ok"] is False
+    assert results["raises"]["status"] == "failed (1)"
+    assert "ValueError: broken on purpose" in results["raises"]["error"]
+    assert results["dies"]["status"] == "failed (-9)"
+    assert results["hangs"]["status"].startswith("out of time after ")
+    for name in ("raises", "dies", "hangs"):
+        assert [row["what"] for row in results[name]["rows"]] == ["before"]
+    table = (tmp_path / "part1.md").read_text()
+    assert "| misses | value | 3 m | <= 2 | **missed** |" in table
+    assert "## raises: failed (1)" in table and "broken on purpose" in table
+
+
+def test_a_part_ends_in_time(tmp_path):
+    """Oracle: a part without time left, whose report says which cases were not run."""
+    assert not kit.run_part(1, "late", CASES[:1], tmp_path, False, ["false"], seconds=1)
+    (result,) = json.loads((tmp_path / "part1.json").read_text())["results"]
+    assert result["status"] == "not run: the part's time was over"
+
+
+def test_targets(tmp_path):
+    """Oracle: the definition of <= and >=; a value that is not finite meets none."""
+    record = report.Record(tmp_path / "record", False, tmp_path)
+    for value in (1.0, 3.0, math.nan):
+        record.row("at most", value, at_most=2)
+        record.speed("at least", value, at_least=2)
+    record.detail("why", {"kernel": 1})
+    with open(tmp_path / "record", "a") as file:
+        file.write('{"row": {"what": "to')                   # of a process that was killed
+    rows, details = report.read(tmp_path / "record")
+    assert [row.ok for row in rows] == [True, False, False, True, False, False]
+    assert details == {"why": {"kernel": 1}}
+
+
+@pytest.mark.parametrize("spans, share", [([(0, 10)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(6, 10), (0, 5), (1, 2)], 0.1),
+                                          ([(0, 8), (2, 3), (7, 10)], 0.0)])
+def test_idle_share(spans, share):
+    """Oracle: gaps counted by hand; overlapping and nested kernels, in any order."""
+    assert idle_share(spans) == pytest.approx(share)
+    assert math.isnan(idle_share([]))
+
+
+def test_switches_are_read_off_the_recipe():
+    """Oracle: the recipe's own types: every other value of a choice gets a case; numbers and unknown fields none."""
+    assert cases.choices("compile") == ["compile=on", "compile=off"]
+    assert cases.choices("save.format") == ["save.format=deepspeed"]
+    assert cases.choices("track.tensorboard") == ["track.tensorboard=true"]
+    assert cases.choices("model.learn_sigma") == ["model.learn_sigma=false"]
+    assert cases.choices("optimizer.lr") == cases.choices("optimizer.unknown") == []
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("name", jobs.PUBLISHED)
+def test_published_recipes_stand_without_data(name, dry):
+    """Oracle: the checks of the recipes themselves, and the settings that every part asks for."""
+    run = jobs.published(name, dry, ["batch.global=4"])
+    for stage in (0, 1, 2, 3):
+        assert jobs.settings(run, stage, "bf16")["zero_optimization"]["stage"] == stage
+
+
+def test_without_a_gpu(tmp_path):
+    """Oracle: launch/gpu.md: code 2 and the remedy; --list starts nothing."""
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU")
+    script = ROOT / "launch/gpu.py"
+    done = subprocess.run([sys.executable, script, "--part", "3", "--out", tmp_path / "out"], env=environment(),
+                          text=True, capture_output=True, timeout=300)
+    assert done.returncode == 2 and "--dry-run" in done.stderr and not (tmp_path / "out").exists()
