@@ -221,7 +221,7 @@ def run(mutant: Mutant | None, tests: list[str], seconds: int) -> tuple[str, flo
             code = 1
             code = pytest.main([*PYTEST, *tests])
         os._exit(int(code))
-    deadline = time.monotonic() + 20 * seconds    # the limit of CPU time ends loops, this ends what waits for ever
+    deadline = time.monotonic() + 5 * seconds     # the limit of CPU time ends loops, this ends what waits for ever
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):

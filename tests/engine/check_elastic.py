@@ -1,4 +1,4 @@
-"""Launched by test_elastic.py: saves at every stage on 2 ranks, loads at others and on other numbers of ranks.
+"""Run by test_elastic.py: saves at every stage on 2 ranks, loads at others and on other numbers of ranks.
 
     save FOLDER            4 steps at each stage, a checkpoint (padding of NaN is no reason to refuse it, a weight is),
                            10 more steps; what was there goes to FOLDER/truth.pt

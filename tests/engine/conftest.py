@@ -1,10 +1,17 @@
-"""A process group of the tests' own process: what runs on one rank needs no launch."""
+"""Process groups without a launch: this process alone as a rank, or ranks that are forked from it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dstrain.ranks import group
+from tests.support.launch import free_port
+from tests.support.spawn import place
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +31,30 @@ def alone() -> Iterator[None]:
             setattr(groups, name, {} if isinstance(value, dict) else None)
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., None]:
+    """on_ranks(world, work, *arguments) calls work(*arguments) on forked ranks, and ends them all where one fails.
+
+    Where there is a GPU, which forks cannot share, the ranks are fresh processes.
+    """
+    from dstrain.engine import prepare_environment
+    prepare_environment()
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3                                  # noqa: F401  once, for all the forks
+
+    def call(world: int, work: Callable[..., Any], *arguments: Any) -> None:
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        mp.start_processes(_enter, (world, str(free_port()), work, arguments), world, start_method=method)
+
+    return call
+
+
+def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:
+    from dstrain.engine.start import start
+    os.environ.update(place(rank, world, port))
+    torch.set_num_threads(1)
+    start(timeout_minutes=1)
+    work(*arguments)
+    group.leave()
