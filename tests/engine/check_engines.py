@@ -170,4 +170,3 @@ def main(path: str) -> None:
     if group.rank() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)
-
