@@ -38,7 +38,8 @@ def run_of(micros: int = 1, **more) -> Run:
 
 def engines_of(stage: int, precision: str = "fp32", parts: tuple[str, ...] = ("a", "b"), network=Tiny, blocks=(),
                scale: dict | None = None, **words) -> Engines:
-    config = {"zero_optimization": {"stage": stage}}
+    # DeepSpeed's own buckets take two gigabytes of addresses for each engine, and a process of many could not fork.
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}}
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
     if precision != "fp32":
