@@ -1,5 +1,5 @@
-"""Consolidation in one process: the layout, types, what is refused, what hostile and damaged files do. Whole launches,
-with every stage of DeepSpeed: tests/launch/test_consolidate.py."""
+"""Consolidation in one process: the layout, types, what is refused, what hostile and damaged files do. With files of
+DeepSpeed at every stage: tests/engine/test_deepspeed_files.py."""
 
 import json
 import math

@@ -1,11 +1,10 @@
-"""Launched by test_consolidate.py on 2 ranks: FOLDER/CASE/ of DeepSpeed's own checkpoints and of dstrain's.
+"""Run by test_deepspeed_files.py on 2 ranks: FOLDER/CASE/ of DeepSpeed's own checkpoints and of dstrain's.
 
 FOLDER/truth.pt holds, by case, the live weights as the module's state dict names them; of DeepSpeed's also what its
 zero_to_fp32 gives, or says; of dstrain's the averages that one process computes from the full weights.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import deepspeed
@@ -137,7 +136,3 @@ def main(folder: Path) -> None:
     if group.rank() == 0:
         torch.save(truth, folder / "truth.pt")
         (folder / "words.json").write_text(json.dumps({k: v.get("words") for k, v in truth.items()}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

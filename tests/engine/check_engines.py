@@ -1,7 +1,6 @@
-"""Launched on 2 ranks by test_engines.py: measures the engine against plain torch and writes the figures as JSON."""
+"""Run by test_engines.py on 1 and 2 ranks: measures the engine against plain torch and writes the figures as JSON."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -171,7 +170,3 @@ def main(path: str) -> None:
     if group.rank() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)
-
-
-if __name__ == "__main__":
-    main([argument for argument in sys.argv[1:] if not argument.startswith("--")][0])

@@ -1,7 +1,6 @@
-"""Launched by test_initial.py: the initial weights and first loss of a network whose constructor sets weights, as JSON."""
+"""Run by test_initial.py: the initial weights and first loss of a network whose constructor sets weights, as JSON."""
 
 import json
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,3 @@ def main(path: str) -> None:
     if group.rank() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,27 +1,32 @@
-"""Checkpoints at other stages and numbers of ranks, through the real launcher."""
+"""Checkpoints at other stages and numbers of ranks: 4 launched ranks, 2 forked ones, one in this process."""
 
 import json
 
 import pytest
 
+from tests.engine import check_elastic
 from tests.engine.check_elastic import BEFORE, PAIRS
 from tests.support.launch import launch
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, on_ranks):
     folder = tmp_path_factory.mktemp("elastic")
-    launch("tests/engine/check_elastic.py", "save", folder, num=2)
+    on_ranks(2, check_elastic.save, folder)
     return folder
 
 
-@pytest.mark.parametrize("num", [1, 2, 4])
-def test_loads_bit_for_bit_and_goes_on(saved, num):
+@pytest.mark.parametrize("num", [2, 1, pytest.param(4, marks=pytest.mark.slow)])
+def test_loads_bit_for_bit_and_goes_on(request, saved, on_ranks, num):
     """Oracle: the run that saved, on 2 ranks: its masters, moments, averages and buffers, and its next ten losses."""
     out = saved / f"on{num}.json"
-    launch("tests/engine/check_elastic.py", "load", saved, out, num=num)
+    if num == 1:
+        request.getfixturevalue("alone")
+        check_elastic.load(saved, out)
+    elif num == 2:
+        on_ranks(2, check_elastic.load, saved, out)
+    else:
+        launch("tests/engine/check_elastic.py", "load", saved, out, num=num)
     figures = json.loads(out.read_text())
     refused = [figures.pop(name) for name in list(figures) if name.startswith("refused")]
     assert len(figures) == len(PAIRS) + (3 if num == 2 else 0)
@@ -31,3 +36,9 @@ def test_loads_bit_for_bit_and_goes_on(saved, num):
         assert found["differ"] == [], pair
         assert found["losses"] < 1e-5, pair
         assert not found["trivial"]
+
+
+def test_both_ranks_write(saved):
+    """Oracle: the sizes of the shards: at stage 0, where each rank holds everything, they share the work."""
+    sizes = [path.stat().st_size for path in (saved / "stage0" / f"step_{BEFORE:08d}").glob("tiny-*")]
+    assert len(sizes) == 2 and max(sizes) < 3 * min(sizes)

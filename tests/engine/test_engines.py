@@ -1,19 +1,22 @@
-"""ZeRO 0 to 3 on 2 ranks, against plain torch."""
+"""ZeRO 0 to 3 against plain torch: on one rank in this process, and on 2 forked ranks."""
 
 import json
 
 import pytest
 
-from tests.support.launch import launch
+from tests.engine import check_engines
 
-STAGES, MICROS = (0, 1, 2, 3), (4, 2)            # micro-batch 2 means two micro-steps on 2 ranks
-pytestmark = pytest.mark.slow
+STAGES, MICROS = (0, 1, 2, 3), (4, 2)            # micro-batch 2 means two micro-steps on 2 ranks, four on one
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+@pytest.fixture(scope="module", params=[2, 1])
+def figures(request, tmp_path_factory, on_ranks):
     out = tmp_path_factory.mktemp("engines") / "figures.json"
-    launch("tests/engine/check_engines.py", out, num=2)
+    if request.param == 1:
+        request.getfixturevalue("alone")
+        check_engines.main(str(out))
+    else:
+        on_ranks(2, check_engines.main, str(out))
     return json.loads(out.read_text())
 
 

@@ -1,6 +1,7 @@
 """Initial weights: what a constructor sets is never undone, and every system of ours draws by modules."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from torch import nn
 
 from dstrain import systems
 from dstrain.engine.initial import build, initial_weights, set_by_constructors
+from tests.engine import check_initial
 from tests.engine.check_initial import Zeroed
 from tests.support import tokenizers
-from tests.support.launch import launch
 from tests.support.tiny import Scale, Tiny
 from tests.systems.test_contract import CASES
 
@@ -55,6 +56,26 @@ class Scaled(nn.Linear):
     def reset_parameters(self, std: float = 1.0) -> None:
         nn.init.normal_(self.weight, std=std)
         nn.init.zeros_(self.bias)
+
+
+class Named(nn.Linear):
+    """The same, with one that is given by name only."""
+
+    def reset_parameters(self, std: float = 1.0, *, bias: float = 0.0) -> None:
+        nn.init.normal_(self.weight, std=std)
+        nn.init.constant_(self.bias, bias)
+
+
+class Replacing(nn.Module):
+    """Makes its weight and its buffer anew in its own reset_parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.gain = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("steps", torch.arange(4).cumsum(0))
 
 
 class Zeroing(nn.Module):
@@ -119,7 +140,8 @@ def tie(parent: Parent) -> None:
     (Zeroing, "out.weight"), (lambda: nn.MultiheadAttention(4, 1), "in_proj_weight"),
     (lambda: nn.TransformerEncoderLayer(4, 1, 8), "self_attn.in_proj_weight"),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrizations.weight.original0"),
-    (Zeroed, "shift"),
+    (Zeroed, "shift"), (lambda: nn.Sequential(Named(3, 3)), "0.weight"),
+    (lambda: Parent(lambda parent: torch.zeros(2, 4, out=parent.out.weight.data)), "out.weight"),
 ])
 def test_constructors_that_set_weights(make, name):
     """Oracle: the first weight or buffer that the constructor leaves otherwise than its owner's reset_parameters."""
@@ -135,7 +157,7 @@ def test_values_in_a_constructor():
 @pytest.mark.parametrize("make", [Parent, Tiny, lambda: Scale(3), lambda: Parent(draw_again), lambda: Parent(tie),
                                   lambda: nn.Sequential(Careful(2, 3), nn.Embedding(5, 2, padding_idx=1)),
                                   lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2)),
-                                  lambda: nn.LSTM(2, 3)])
+                                  lambda: nn.LSTM(2, 3), Replacing])
 def test_modules_that_draw_their_own(make):
     """Oracle: the layers of torch and ours whose reset_parameters gives what the constructor leaves."""
     assert set_by_constructors(lambda: {"part": make()}) is None
@@ -164,13 +186,41 @@ def test_build():
     torch.testing.assert_close(dict(values()), dict(initial_weights(Tiny(), SEED)), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", (1, 2))
-def test_first_loss(tmp_path, world):
+@pytest.mark.parametrize("make", [Tiny, lambda: Tiny().bfloat16(), Replacing, nn.LSTM,
+                                  lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Linear(2, 2))])
+def test_values_that_modules_draw(make):
+    """Oracle: the network's own state dict for names, shapes and types; float32 whatever the network is in; the network
+    is left as it was, to the object and the bit; every seed and every module draws other values.
+    """
+    network = make() if make is not nn.LSTM else make(2, 3)
+    tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in
+               [*network.named_parameters(), *network.named_buffers()]}
+    values, others = (dict(initial_weights(network, seed)) for seed in (0, 1))
+    assert values.keys() == tensors.keys()
+    for name, (tensor, before) in tensors.items():
+        assert torch.equal(tensor, before) and values[name].shape == tensor.shape
+        assert values[name].dtype == (torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        assert not values[name].requires_grad and not (tensor.ndim > 1 and torch.equal(values[name], others[name]))
+    now = dict([*network.named_parameters(), *network.named_buffers()])
+    assert all(now[name] is tensor for name, (tensor, _) in tensors.items())
+    if isinstance(network, Tiny):
+        assert not torch.equal(values["hidden.0.weight"], values["hidden.1.weight"])
+        assert all(torch.equal(values[name], value) for name, value in initial_weights(Tiny(), 0))
+        assert torch.equal(values["scale.gain"], torch.ones(17))
+    if isinstance(network, Replacing):
+        assert values["gain"].tolist() == [2.0] * 3 and values["steps"].tolist() == [0, 1, 3, 6]
+
+
+@pytest.mark.parametrize("world", (2, 1))
+def test_first_loss(request, on_ranks, tmp_path, world):
     """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3;
     weights that only the rank decides are refused.
     """
-    launch("tests/engine/check_initial.py", tmp_path / "figures.json", num=world)
+    if world == 1:
+        request.getfixturevalue("alone")
+        check_initial.main(str(tmp_path / "figures.json"))
+    else:
+        on_ranks(2, check_initial.main, str(tmp_path / "figures.json"))
     figures = json.loads((tmp_path / "figures.json").read_text())
     refusals = figures.pop("refusals")
     assert [("constructors leave other weights" in refusal, "here tiny: last.weight" in refusal)

@@ -1,6 +1,9 @@
 """Saving beside training: what is written, how long training waits, what a failure leaves."""
 
+import json
+import re
 import resource
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -15,7 +18,6 @@ from dstrain.engine.saver import Saver
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import NotSaved
-from tests.support import gloo
 
 SIZE = 5000
 
@@ -198,7 +200,15 @@ def test_an_error_lets_the_save_end(tmp_path):
 
 def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
     """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
-    monkeypatch.setattr(snapshot, "available_memory", lambda: 4 * SIZE)
+    enough = Trial(tmp_path / "enough")
+    with monkeypatch.context() as patched:                    # four fifths of the memory, and not a byte more
+        patched.setattr(snapshot, "available_memory", lambda: 5 * SIZE)
+        enough.gate.clear()
+        enough.save(1)
+        assert enough.saver.under_way and enough.reports == []
+        enough.gate.set()
+        enough.saver.settle()
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 5 * SIZE - 1)
     trial = Trial(tmp_path)
     trial.save(1)
     assert trial.saver.store.steps() == [1]
@@ -218,10 +228,14 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     assert snapshot.available_memory() == 8000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
     assert snapshot.available_memory() > 1e6
+    read = Path.read_text
+    for text, bytes_ in (("MemTotal: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("MemTotal: 9 kB\n", sys.maxsize)):
+        monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
+        assert snapshot.available_memory() == bytes_
 
 
-def talk_while_saving(rank: int, folder: Path) -> tuple[bool, list[int], float]:
-    trial = Trial(folder)
+def talk_while_saving(folder: Path) -> None:
+    trial, rank = Trial(folder / "checkpoints"), group.rank()
     right = True
     for step in range(1, 6):
         trial.values.fill_(10 * step + rank)
@@ -234,12 +248,29 @@ def talk_while_saving(rank: int, folder: Path) -> tuple[bool, list[int], float]:
     with no_room() if rank == 1 else open("/dev/null"):
         trial.save(6)
         trial.saver.settle()
-    return right, trial.saver.store.steps(), trial.saver.newest
+    result = {"right": right, "steps": trial.saver.store.steps(), "newest": trial.saver.newest}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
-def test_words_of_two_threads_do_not_mix(tmp_path):
+def test_words_of_two_threads_do_not_mix(tmp_path, on_ranks):
     """Oracle: the values sent by two ranks' main threads while saves are in flight; one rank's full disk fails both."""
-    for right, steps, newest in gloo.run(tmp_path, talk_while_saving, tmp_path / "checkpoints"):
-        assert right and steps == [4, 5] and newest == 5
+    on_ranks(2, talk_while_saving, tmp_path)
+    for rank in (0, 1):
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result == {"right": True, "steps": [4, 5], "newest": 5}
+
+
+def test_how_long_training_waited(tmp_path):
+    """Oracle: the clock around the call: no save takes training longer than it takes, and none less than nothing."""
+    for asynchronous in (True, False):
+        trial = Trial(tmp_path / str(asynchronous), asynchronous)
+        began = time.perf_counter()
+        trial.save(1)
+        trial.saver.settle()
+        took = time.perf_counter() - began
+        seconds, waited = map(float, re.fullmatch(r"saved step 1 in ([\d.]+) s; training waited ([\d.]+) s",
+                                                  trial.reports[0]).groups())
+        assert waited <= took + 0.01 and seconds <= took + 0.1
+        assert asynchronous or abs(waited - seconds) <= 0.06  # one is rounded to a tenth
 
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from dstrain.consolidate import Order, consolidate
 from dstrain.engine import torch_files
-from tests.support.launch import ROOT, environment, launch
-
-pytestmark = pytest.mark.slow
+from tests.engine import check_consolidate
+from tests.support.launch import ROOT, environment
 
 PRECISIONS = ("fp32", "bf16")
 ZERO = [f"plain{stage}-{precision}" for stage in (1, 2, 3) for precision in PRECISIONS]
@@ -23,10 +22,10 @@ FROZEN = {"frozen.weight", "frozen.bias", "again.weight", "conv.weight", "conv.b
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The folder of the launch, and truth.pt: the weights that it saved."""
+def saved(tmp_path_factory, on_ranks):
+    """The folder of two forked ranks, and truth.pt: the weights that they saved."""
     folder = tmp_path_factory.mktemp("consolidate")
-    launch("tests/engine/check_consolidate.py", folder, num=2)
+    on_ranks(2, check_consolidate.main, folder)
     return folder, torch.load(folder / "truth.pt")
 
 

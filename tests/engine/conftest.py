@@ -1,0 +1,72 @@
+"""Process groups without a launch: this process alone as a rank, or ranks that are forked from it."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dstrain.ranks import group
+from tests.support.launch import free_port
+from tests.support.spawn import place
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
+    from dstrain.engine.start import start
+    environment = dict(os.environ)
+    _import_all()
+    start(timeout_minutes=1)
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+    yield
+    gc.unfreeze()
+    dist.destroy_process_group()
+    comm.cdb = None
+    # DeepSpeed keeps the groups that it has made in variables of this module, beside its functions and classes.
+    for name, value in vars(groups).items():
+        if name.endswith("_GROUP") and value is not None:
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., None]:
+    """on_ranks(world, work, *arguments) calls work(*arguments) on forked ranks, and ends them all where one fails.
+
+    Where there is a GPU, which forks cannot share, the ranks are fresh processes.
+    """
+    def call(world: int, work: Callable[..., Any], *arguments: Any) -> None:
+        _import_all()                             # once, for all the forks
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        try:
+            mp.start_processes(_enter, (world, str(free_port()), work, arguments), world, start_method=method)
+        finally:
+            gc.unfreeze()
+
+    return call
+
+
+def _import_all() -> None:
+    """What every engine imports. DeepSpeed collects garbage for each engine of stage 3: not among all these modules."""
+    from dstrain.engine import prepare_environment
+    prepare_environment()
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+    gc.collect()
+    gc.freeze()
+
+
+def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:
+    from dstrain.engine.start import start
+    os.environ.update(place(rank, world, port))
+    torch.set_num_threads(1)
+    start(timeout_minutes=1)
+    work(*arguments)
+    group.leave()

@@ -1,0 +1,456 @@
+"""Laws of the engines and their masters at every stage, on one rank in this process; see also test_engines.py."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dstrain.engine.engines import Engines
+from dstrain.engine.masters import MOMENTS, errors_at_the_end, universal_info
+from dstrain.engine.settings import resolve
+from dstrain.recipe import Run
+from tests.engine.check_engines import gathered
+from tests.support.tiny import Tiny
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+LR, BETAS, DECAY, EPS, SEED = 0.125, (0.5, 0.75), 0.25, 1e-3, 11
+PLACES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")] + [
+    (stage, "fp16") for stage in (1, 2, 3)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+each_place = pytest.mark.parametrize("stage, precision", PLACES)
+
+
+@pytest.fixture(autouse=True)
+def fp16_on_a_cpu(monkeypatch) -> None:
+    """The accelerator's word is overruled: DeepSpeed refuses fp16 on a CPU, whose kernels have it."""
+    from deepspeed.accelerator import get_accelerator
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+
+
+def run_of(micros: int = 1, **more) -> Run:
+    optimizer = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "eps": EPS, "clip": more.pop("clip", 0.0)}
+    return Run.model_validate({"seed": SEED, "batch": {"global": 4 * micros, "micro": 4}, "optimizer": optimizer, **more})
+
+
+def engines_of(stage: int, precision: str = "fp32", parts: tuple[str, ...] = ("a", "b"), network=Tiny, blocks=(),
+               scale: dict | None = None, **words) -> Engines:
+    # DeepSpeed's own buckets take two gigabytes of addresses for each engine, and a process of many could not fork.
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}}
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"] |= scale if scale is not None else {"loss_scale": 1.0}
+    run = run_of(**words)
+    return Engines(lambda: {part: network() for part in parts}, run, resolve(config, run, 1, "cuda"),
+                   lambda name, weight: weight.ndim >= 2, blocks)
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def step(engines: Engines, part: str, factor: float = 1.0, seed: int = 0) -> None:
+    x, y = data(seed)
+    with engines.turn(part) as nets:
+        engines.learn(part, (nets[part](x) - y).square().mean() * factor)
+
+
+def weights(engines: Engines, part: str) -> dict[str, Tensor]:
+    return gathered(engines.masters[part], engines.masters[part].flats)
+
+
+def plain(engines: Engines, part: str, precision: str) -> Tiny:
+    """A network of plain torch with a part's fp32 weights, rounded as it computes."""
+    network = Tiny()
+    network.load_state_dict(weights(engines, part), strict=False)
+    return network.to(DTYPES[precision])
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@each_place
+def test_parts(stage, precision):
+    """Oracle: plain networks: names, order, shapes; every element of every weight lies in one fragment."""
+    engines = engines_of(stage, precision)
+    shapes = {name: weight.shape for name, weight in Tiny().named_parameters()}
+    assert list(engines) == ["a", "b"] and len(engines) == 2 and list(engines.modules) == ["a", "b"]
+    assert engines.shapes("a") == engines.shapes("b") == shapes
+    for part, masters in engines.masters.items():
+        assert engines[part].module is engines.modules[part] and masters.stage == stage
+        seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for fragment, view in masters.views(masters.flats):
+            assert view.shape == (fragment.numel,) and view.dtype == torch.float32
+            seen[fragment.name].view(-1)[fragment.start:fragment.start + fragment.numel] += 1
+        assert all(bool((count == 1).all()) for count in seen.values())
+
+
+@each_place
+def test_before_the_first_step(stage, precision):
+    """Oracle: by hand: moments are zeros, nothing was updated or skipped, no gradient has a norm yet."""
+    engines = engines_of(stage, precision)
+    assert engines.applied() == {} and engines.skipped() == 0
+    for masters in engines.masters.values():
+        assert masters.updates == 0 and masters.skipped == 0
+        for kind in MOMENTS:
+            assert [moment.shape for moment in masters.moments(kind)] == [flat.shape for flat in masters.flats]
+            assert not any(moment.any() for moment in masters.moments(kind))
+    names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
+    assert {name for name in engines.figures() if "grad_norm" not in name} == {f"{part}/{name}" for part in "ab"
+                                                                                for name in names}
+
+
+@each_place
+def test_a_step_by_hand(stage, precision):
+    """Oracle: plain torch's gradient g: moments (1 - b1) g and (1 - b2) g^2, and a weight that decays and moves against
+    the gradient's sign; norms; the other part stays.
+    """
+    engines = engines_of(stage, precision)
+    begun, waiting = weights(engines, "a"), weights(engines, "b")
+    network, (x, y) = plain(engines, "a", precision), data()
+    network.scale.table = engines.modules["a"].scale.table.clone()
+    (network(x) - y).square().mean().backward()
+    gradients = {name: weight.grad.float() for name, weight in network.named_parameters()}
+    engines.set_lr(LR / 2)
+    assert all(group["lr"] == LR / 2 for engine in engines.values() for group in engine.optimizer.param_groups)
+    step(engines, "a")
+    assert engines.applied() == {"a": True} and engines.skipped() == 0
+    masters, close = engines.masters["a"], {"rtol": 1e-5 if precision == "fp32" else 2e-2, "atol": 1e-7}
+    if precision != "fp32":
+        close["atol"] = 1e-4
+    first, second = (gathered(masters, masters.moments(kind)) for kind in MOMENTS)
+    after = weights(engines, "a")
+    for name, g in gradients.items():
+        torch.testing.assert_close(first[name], (1 - BETAS[0]) * g, **close)
+        torch.testing.assert_close(second[name], (1 - BETAS[1]) * g ** 2, **close)
+        decayed = begun[name] * (1 - LR / 2 * (DECAY if g.ndim >= 2 else 0))
+        mine = first[name] / (1 - BETAS[0])                   # the gradient that the engine has computed itself
+        torch.testing.assert_close(after[name], decayed - LR / 2 * mine / (mine.abs() + EPS), rtol=1e-4, atol=1e-6)
+    figures = engines.figures()
+    norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
+    assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
+    assert same(weights(engines, "b"), waiting) and engines.masters["b"].updates == 0 and masters.updates == 1
+    engines.set_lr(LR)
+    assert engines.applied() == {}
+    step(engines, "b")
+    assert engines.applied() == {"b": True} and same(weights(engines, "a"), after)
+    assert engines.masters["b"].updates == masters.updates == 1
+
+
+@each_place
+def test_a_gradient_that_is_not_finite(stage, precision):
+    """Oracle: the bits before: weights and moments of the part, and its count; the other part goes on."""
+    engines = engines_of(stage, precision)
+    for number, factor in enumerate((1.0, math.inf, math.nan, 1.0)):
+        kept = {part: weights(engines, part) for part in "ab"}
+        moments = [moment.clone() for kind in MOMENTS for moment in engines.masters["b"].moments(kind)]
+        engines.set_lr(LR)
+        step(engines, "a", seed=number)
+        step(engines, "b", factor, seed=number)
+        assert engines.applied() == {"a": True, "b": factor == 1.0}
+        assert not same(weights(engines, "a"), kept["a"])
+        if factor != 1.0:
+            assert same(weights(engines, "b"), kept["b"])
+            after = [moment for kind in MOMENTS for moment in engines.masters["b"].moments(kind)]
+            assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
+    assert (engines.masters["a"].updates, engines.masters["b"].updates) == (4, 2)
+    assert engines.skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
+    assert [engine.global_steps for engine in engines.values()] == [4, 4]
+    engines.masters["a"].skipped = 5
+    assert engines.skipped() == 5
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_turn(stage):
+    """Oracle: by hand: the engine of the part is live, the other is its bare network without gradients to its weights,
+    which end the turn as they began it, also where an error ends it.
+    """
+    engines = engines_of(stage)
+
+    def trainable(part: str) -> list[bool]:
+        return [weight.requires_grad for weight in engines.modules[part].parameters()]
+
+    with engines.turn("b") as nets:
+        assert list(nets) == ["a", "b"] and nets["a"] is engines.modules["a"] and nets["b"] is engines["b"]
+        assert not any(trainable("a")) and all(trainable("b"))
+    assert all(trainable("a"))
+    with pytest.raises(KeyError), engines.turn("a"):
+        assert all(trainable("a")) and not any(trainable("b"))
+        raise KeyError
+    assert all(trainable("b"))
+
+
+@each_place
+def test_weights_that_are_set_and_shown(stage, precision):
+    """Oracle: a plain network with the same values, rounded as it computes; the masters' own bits after each showing."""
+    engines = engines_of(stage, precision)
+    x, _ = data()
+    fresh = Tiny()
+    with torch.no_grad():
+        for number, value in enumerate(fresh.state_dict().values()):
+            value.copy_(torch.linspace(-1, 1, value.numel()).reshape(value.shape) / (number + 1) / 3)
+
+    def mixed() -> Iterator[tuple[str, Tensor]]:
+        yield "unknown", torch.zeros(3)
+        yield from reversed(fresh.state_dict().items())
+
+    engines.set_weights("a", mixed())
+    masters, network = engines.masters["a"], engines.modules["a"]
+    table, whole = fresh.scale.table.clone(), {name: weight.detach().clone() for name, weight in fresh.named_parameters()}
+    assert same(weights(engines, "a"), whole)
+    assert torch.equal(network.scale.table, table) and network.scale.table.dtype == torch.float32
+    fresh.to(DTYPES[precision]).scale.table = table
+    with torch.no_grad():
+        expected = fresh(x)
+        torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
+        others = [torch.zeros_like(flat) for flat in masters.flats]
+        for error in (None, ValueError):
+            try:
+                with masters.showing(others):
+                    assert not network(x).any() and expected.any()
+                    if error:
+                        raise error
+            except ValueError:
+                pass
+            assert same(weights(engines, "a"), whole)
+            torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
+        for flat in masters.flats:
+            flat.detach().mul_(0)
+        masters.publish()
+        # What is too small to be cut at stage 3 is whole between steps, too, so that no step has to gather it.
+        assert all(weight.numel() == weight.ds_numel for weight in network.parameters() if stage == 3 and weight.ds_persist)
+        assert not network(x).any()
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_count_that_is_set(stage, precision):
+    """Oracle: Adam's bias correction by hand: with zero moments and a count of 9, the tenth step takes (1 - b) g over
+    1 - b^10.
+    """
+    engines = engines_of(stage, precision)
+    masters = engines.masters["a"]
+    masters.updates = 9
+    assert masters.updates == 9 and engines.masters["b"].updates == 0
+    begun = weights(engines, "a")
+    engines.set_lr(LR)
+    step(engines, "a")
+    assert masters.updates == 10
+    first, second = (gathered(masters, masters.moments(kind)) for kind in MOMENTS)
+    for name, weight in weights(engines, "a").items():
+        decayed = begun[name] * (1 - LR * (DECAY if weight.ndim >= 2 else 0))
+        moved = first[name] / (1 - BETAS[0] ** 10) / ((second[name] / (1 - BETAS[1] ** 10)).sqrt() + EPS)
+        torch.testing.assert_close(weight, decayed - LR * moved, rtol=1e-4, atol=1e-6)
+    masters.reset_optimizer_state()
+    assert masters.updates == 0 and not any(moment.any() for kind in MOMENTS for moment in masters.moments(kind))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_of_several_micro_batches_that_is_skipped(stage):
+    """Oracle: by hand: one bad gradient of three skips the step, and the next one is of three micro-batches again."""
+    engines = engines_of(stage, parts=("a",), micros=3)
+    for number, factors in enumerate(((1.0, 1.0, 1.0), (1.0, math.nan, 1.0), (math.inf, 1.0, 1.0), (1.0, 1.0, 1.0))):
+        engines.set_lr(LR)
+        for micro, factor in enumerate(factors):
+            step(engines, "a", factor, seed=3 * number + micro)
+            assert engines.applied() == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
+    assert engines.masters["a"].updates == 2 and engines.skipped() == 2 and engines["a"].global_steps == 4
+    assert engines["a"].micro_steps == 12
+
+
+class Matrices(nn.Sequential):
+    """(B, 5) -> (B, 3) without a bias, so that all weights decay and the optimizer has one group."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_group_of_weights(stage):
+    """Oracle: torch's norm of the weights; the only group of the optimizer has the recipe's decay."""
+    engines = engines_of(stage, parts=("a",), network=Matrices)
+    whole = torch.cat([weight.flatten() for weight in weights(engines, "a").values()])
+    assert engines.figures()["param_norm"] == pytest.approx(whole.norm().item())
+    assert [group["weight_decay"] for group in engines["a"].optimizer.param_groups] == [DECAY]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_part_and_a_clip(stage):
+    """Oracle: torch's clip_grad_norm_: moments of the clipped gradient, a figure of the whole one; no prefix for one."""
+    engines = engines_of(stage, parts=("only",), clip=0.01)
+    network, (x, y) = plain(engines, "only", "fp32"), data()
+    network.scale.table = engines.modules["only"].scale.table.clone()
+    (network(x) - y).square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 0.01).item()
+    engines.set_lr(LR)
+    step(engines, "only")
+    masters = engines.masters["only"]
+    first = gathered(masters, masters.moments("exp_avg"))
+    for name, weight in network.named_parameters():
+        torch.testing.assert_close(first[name], weight.grad * (1 - BETAS[0]), rtol=1e-4, atol=1e-9)
+    figures = engines.figures()
+    assert set(figures) == {"grad_norm", "param_norm"} and figures["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.01
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_scale_and_its_state(stage):
+    """Oracle: DeepSpeed's documented rules: an overflow halves, so many good steps double; what one run keeps, another
+    goes on with; a fixed scale keeps nothing, and a run in another precision takes nothing over.
+    """
+    scale = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1}
+    engines = engines_of(stage, "fp16", scale=scale)
+    seen = []
+    for number, factor in enumerate((1.0, math.inf, 1.0, 1.0, 1.0, math.inf, math.inf)):
+        engines.set_lr(LR)
+        network, (x, y) = plain(engines, "a", "fp32"), data(number)
+        network.scale.table = engines.modules["a"].scale.table.clone()
+        (network(x) - y).square().mean().backward()
+        step(engines, "a", factor, seed=number)
+        assert engines.applied() == {"a": factor == 1.0}
+        if factor == 1.0:                                     # also where the scale grows at the end of this step
+            norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
+            assert engines.figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
+        seen.append(engines.masters["a"].loss_scale)
+    assert seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.skipped() == 3
+    kept = engines.masters["a"].scaler_state
+    assert kept["cur_scale"] == 4 and kept["cur_iter"] == 7
+    other = engines_of(stage, "fp16", parts=("a",), scale=scale)
+    other.masters["a"].scaler_state = kept
+    assert other.masters["a"].scaler_state == kept and other.figures()["loss_scale"] == 4
+    other.masters["a"].scaler_state = {}
+    assert other.masters["a"].scaler_state == kept
+    fixed = engines_of(stage, "fp16", parts=("a",), scale={"loss_scale": 32.0})
+    fixed.masters["a"].scaler_state = kept
+    assert fixed.masters["a"].scaler_state == {} and fixed.masters["a"].loss_scale == 32
+    bf16 = engines_of(stage, "bf16", parts=("a",))
+    bf16.masters["a"].scaler_state = kept
+    assert bf16.masters["a"].scaler_state == {} and bf16.masters["a"].loss_scale is None
+    # At the least scale an overflow is a step that is skipped, and no error.
+    for number in range(4):
+        step(other, "a", math.inf)
+    assert other.masters["a"].loss_scale == 1 and other.skipped() == 4
+
+
+@pytest.mark.parametrize("stage", (0, 2))
+def test_files_that_cannot_be_written(stage, tmp_path):
+    """Oracle: the first error, after every engine has tried; DeepSpeed's own methods are back afterwards."""
+    engines = engines_of(stage)
+    order: list[str] = []
+
+    def attempt(work) -> None:
+        with errors_at_the_end(engines.values()):
+            for part, engine in engines.items():
+                engine.save_checkpoint(str(tmp_path / part / "x"), tag="t", save_latest=False)
+                order.append(part)
+            work()
+
+    model = Path("x", "t", "mp_rank_00_model_states.pt")
+    (tmp_path / "a" / model).mkdir(parents=True)             # a folder, where a file is to be written
+    with pytest.raises((OSError, RuntimeError)):
+        attempt(lambda: None)
+    assert order == ["a", "b"] and (tmp_path / "b" / model).is_file()
+    (tmp_path / "a" / model).rmdir()
+    attempt(lambda: None)
+    assert (tmp_path / "a" / model).is_file()
+    with pytest.raises(ZeroDivisionError):
+        attempt(lambda: 1 / 0)
+    for engine in engines.values():
+        assert "save" not in vars(engine.checkpoint_engine) and "_copy_recovery_script" not in vars(engine)
+
+
+def test_what_deepspeeds_tool_asks_for():
+    """Oracle: DeepSpeed's own constants."""
+    from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
+                                                UNIVERSAL_CHECKPOINT_VERSION_VALUE)
+    expected = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+    assert universal_info() == expected
+
+
+class Pictures(nn.Module):
+    """(B, 2, 4, 4) -> the same through a filter; notes how its input lies in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.is_contiguous(memory_format=torch.channels_last)
+        return self.filter(x)
+
+
+@pytest.mark.parametrize("on", (False, True))
+def test_how_pictures_lie(on):
+    """Oracle: torch's own word on a tensor's layout, as the recipe asks for it."""
+    engines = engines_of(0, network=Pictures, parts=("a",), channels_last=on)
+    engines["a"](torch.zeros(1, 2, 4, 4))
+    assert engines.modules["a"].last == on
+
+
+def test_blocks_are_compiled_where_the_recipe_says():
+    """Oracle: torch's own mark on modules that are compiled in place: the blocks, and nothing else."""
+    def marked(engines: Engines) -> set[str]:
+        return {name for name, module in engines.modules["a"].named_modules() if module._compiled_call_impl}
+
+    linear = {name for name, module in Tiny().named_modules() if isinstance(module, nn.Linear)}
+    before = torch._dynamo.config.recompile_limit
+    try:
+        assert marked(engines_of(0, parts=("a",), blocks=(nn.Linear,), compile="on")) == linear
+        assert torch._dynamo.config.recompile_limit >= 32
+        torch._dynamo.config.recompile_limit = 1000
+        assert marked(engines_of(0, parts=("a",), compile="on")) == set()
+        assert torch._dynamo.config.recompile_limit == 1000
+    finally:
+        torch._dynamo.config.recompile_limit = before
+    for word in ("off", "auto"):
+        expected = linear if word == "auto" and torch.cuda.is_available() else set()
+        assert marked(engines_of(0, parts=("a",), blocks=(nn.Linear,), compile=word)) == expected
+        assert torch._dynamo.config.recompile_limit == before
+
+
+class Frozen(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.last.weight.requires_grad_(False)
+
+
+class Empty(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Linear(0, 3, bias=False)
+
+
+@pytest.mark.parametrize("network, words", [(Frozen, "last.weight is frozen"), (Empty, "nothing.weight has no elements")])
+def test_weights_that_cannot_be_trained(network, words):
+    """Oracle: the name of the weight."""
+    with pytest.raises(AssertionError, match=words):
+        engines_of(1, network=network)
+
+
+class Idle(Tiny):
+    """A weight that takes no part in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_weight_without_a_gradient(stage):
+    """Oracle: plain AdamW: what has no gradient, or one of zeros, moves by no more than its decay."""
+    engines = engines_of(stage, network=Idle, parts=("a",))
+    begun = weights(engines, "a")
+    engines.set_lr(LR)
+    step(engines, "a")
+    after = weights(engines, "a")
+    assert engines.applied() == {"a": True} and math.isfinite(engines.figures()["grad_norm"])
+    torch.testing.assert_close(after["idle.bias"], begun["idle.bias"], rtol=0, atol=0)
+    assert not torch.equal(after["last.weight"], begun["last.weight"])

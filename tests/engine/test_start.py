@@ -1,0 +1,162 @@
+"""The beginning of a process: its environment, and how ranks meet. Launchers themselves: tests/launch."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dstrain.engine import prepare_environment
+from dstrain.engine.start import start
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+from tests.support.launch import free_port
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks cannot share a GPU")
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "TORCHELASTIC_")
+
+
+def forked(world: int, work: Callable[[int], None], **variables: str) -> None:
+    """work(rank) in `world` forks without a launcher's variables, but for these."""
+    prepare_environment()
+    import deepspeed  # noqa: F401  once, for all the forks
+    mp.start_processes(_enter, (work, variables), world, start_method="fork")
+
+
+def _enter(rank: int, work: Callable[[int], None], variables: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        del os.environ[name]
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    work(rank)
+
+
+def ranks(rank: int, world: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+
+
+def meet(rank: int, world: int) -> None:
+    """Starts, and finds every other rank; no shared buffer is left under a name."""
+    start(timeout_minutes=0.5)
+    assert (group.started(), group.rank(), group.world()) == (True, rank, world)
+    assert group.total(torch.tensor([2.0 ** rank])).item() == 2 ** world - 1
+    address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    group.barrier()
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
+    start(timeout_minutes=0.5)                    # once more changes nothing
+    assert group.world() == world
+    group.leave()
+
+
+def alone(rank: int) -> None:
+    start(timeout_minutes=3)
+    assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+    assert group.started() and group.world() == 1
+    assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=3)
+    store = dist.distributed_c10d._get_default_store()
+    assert store.timeout == timedelta(minutes=3)
+
+
+def test_a_process_alone():
+    """Oracle: the variables of torch's env:// rendezvous; the timeout holds for groups that are made later, too."""
+    forked(1, alone)
+
+
+def named(rank: int) -> None:
+    os.environ.update(ranks(rank, 2))
+    port = os.environ["MASTER_PORT"]
+    meet(rank, 2)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", port)
+
+
+def test_two_ranks_that_are_told_where():
+    """Oracle: the launcher's own address and port, which stay; a sum over both ranks."""
+    forked(2, named, MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+
+
+def slurm(rank: int) -> None:
+    os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    meet(rank, 2)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert int(os.environ["MASTER_PORT"]) == 20000 + int(os.environ["SLURM_JOB_ID"]) - 70000
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"])
+def test_two_ranks_of_slurm(tmp_path, name):
+    """Oracle: the first host that scontrol names, and a port that follows from the job."""
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames some[1-2]" ] && echo "127.0.0.1\nelsewhere"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    while not 20000 <= (port := free_port()) < 30000:
+        pass
+    forked(2, slurm, SLURM_NTASKS="2", SLURM_STEP_ID="0", SLURM_JOB_ID=str(port - 20000 + 70000),
+           SLURM_TASKS_PER_NODE="2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **{name: "some[1-2]"})
+
+
+def taken(rank: int) -> None:
+    with pytest.raises(ConfigError, match=f"port {os.environ['MASTER_PORT']} is taken, .*--master_port PORT"):
+        start(timeout_minutes=0.05)
+
+
+def lonely(rank: int) -> None:
+    os.environ.update(ranks(1, 2))
+    with pytest.raises(dist.DistError) as caught:
+        start(timeout_minutes=0.02)
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_addresses_that_do_not_serve():
+    """Oracle: a socket that listens on the port; and a rank 0 that never comes, which is no fault of a port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        forked(1, taken, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]))
+    forked(1, lonely, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+
+
+def again(rank: int) -> None:
+    os.environ.update(ranks(rank, 2))
+    meet(rank, 2)
+
+
+def test_ranks_that_torchrun_has_restarted():
+    """Oracle: a store that outlives the ranks, as torchrun's does: those of each attempt meet one another."""
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    for attempt in ("0", "1", "2"):
+        forked(2, again, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_RESTART_COUNT=attempt,
+               TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def test_the_environment_of_deepspeed(monkeypatch, tmp_path):
+    """Oracle: by hand: what the user has set stays; one folder of extensions for each environment; ninja is found."""
+    for name in ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    beside = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep)
+                                               if folder != beside))
+    without = os.environ["PATH"]
+    prepare_environment()
+    folder = os.environ["TORCH_EXTENSIONS_DIR"]
+    assert os.environ["DS_ACCELERATOR"] == "cpu" and os.environ["PATH"] == beside + os.pathsep + without
+    assert Path(folder).parent == Path.home() / ".cache" / "torch_extensions"
+    assert re.fullmatch(r"dstrain-[0-9a-f]{12}", Path(folder).name)
+    monkeypatch.setenv("DS_ACCELERATOR", "other")
+    prepare_environment()
+    assert os.environ["PATH"] == beside + os.pathsep + without and os.environ["DS_ACCELERATOR"] == "other"
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == folder
+    folders = {folder}
+    for place, version in ((str(tmp_path), sys.version_info), (str(tmp_path), (3, 99, 0, "final", 0))):
+        monkeypatch.setattr(sys, "prefix", place)
+        monkeypatch.setattr(sys, "version_info", version)
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        prepare_environment()
+        folders.add(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert len(folders) == 3
