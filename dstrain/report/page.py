@@ -33,6 +33,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
 
     ConfigError: a folder is no run's, plotly is not installed, or `out` cannot be written.
     """
+    _plotly()
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
     unique = len(set(names)) == len(names)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dstrain import systems
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, Run, dump, load
 from dstrain.recipe.files import plain
@@ -107,6 +106,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _differing(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     """Entries of a recipe that are not their schema's defaults: key, value, default."""
+    from dstrain import systems                              # loads torch, which nothing else here needs
     model = {}
     try:
         fields = systems.config_class(run.system).model_fields.items()
