@@ -156,7 +156,7 @@ def go_back(training: Training, done: int, trouble: str) -> int:
     training.watchdog.at(done, "way back from step")
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
-    training.tracker.go_back(step)
+    training.tracker.go_back(step, done, trouble)
     training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
     training.throughput.begin(step)
     return step
@@ -268,6 +268,8 @@ def finish(training: Training, done: int) -> None:
         parts = training.system.averaged or training.engines
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(farewell(run, run.directory, training.first, done, saved, training.stops))
+    if done == run.steps:
+        tracker.finish(done)
     group.leave()                                                 # signals are still caught and ignored: all is saved
 
 

@@ -22,12 +22,13 @@ RULES = {
     "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
-    "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe"),
+    "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe", "__version__"),
     "track.flops": ("ranks", "recipe", "data", "systems.base"),
     "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
+    "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "train"),       # times train's own step
@@ -35,7 +36,7 @@ RULES = {
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
 VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "notebook", "keep")
-A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", *VERBS)
+A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
@@ -47,6 +48,8 @@ OWNERS = {
     "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
                   "dstrain.bench.rivals"),
     "transformers": ("dstrain.encoders",),
+    "plotly": ("dstrain.report",),
+    "jinja2": ("dstrain.report",),
 }
 
 # What may be called while a module is imported: it makes a value and does no work.

@@ -160,8 +160,9 @@ class Every(Section):
     evaluate: Count = 500
     evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
     save: Count = 500
+    report_page: Count = 5000                # report.html, and also after the last step; a process of its own writes it
 
-    @field_validator("report", "sample", "evaluate", "save", mode="before")
+    @field_validator("report", "sample", "evaluate", "save", "report_page", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
         if value is None:

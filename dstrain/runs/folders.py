@@ -5,6 +5,7 @@
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
     metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
+    events.jsonl       starts and rollbacks                 report.html      all of it for a person
     earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
 """
 

@@ -3,7 +3,9 @@
     metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
                        "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
                        saves fall on reports
+    events.jsonl       a line for each start, with the machine, and each rollback
     log.txt            the lines that were printed
+    report.html        all of this for a person, see page.py and dstrain/report/
     samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
     wandb/             see wandb_sink.py
     tensorboard/       where run.track.tensorboard asks for it
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +28,9 @@ from dstrain.disk import atomic, lines
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, write_errors
 from dstrain.track.figures import plot_columns
+from dstrain.track.machine import machine
 from dstrain.track.meter import Meter
+from dstrain.track.page import Page
 from dstrain.track.pictures import grid, save_png
 from dstrain.track.videos import film_grid, save_gif, strip
 from dstrain.track.wandb_sink import WandbSink
@@ -67,6 +72,8 @@ class Tracker:
                                 note=self.note)
         if damaged or torn:
             self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
+        self._page = Page(self.folder, run.every.report_page, resumed_step, self.note)
+        self._event("start", resumed_step, machine())
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
@@ -79,12 +86,13 @@ class Tracker:
             return
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
-        self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing}))
+        self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         self.note(self._readable(done, values))
         self._send({f"train/{name}": value for name, value in steady.items()}
                    | {f"timing/{name}": value for name, value in timing.items()}, done)
+        self._page.at(done)
 
     def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None) -> None:
         """Held-out figures, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
@@ -128,11 +136,12 @@ class Tracker:
         if self._board is not None:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
-    def go_back(self, step: int) -> None:
-        """Forgets what was reported of later steps, which are trained anew."""
+    def go_back(self, step: int, done: int, trouble: str) -> None:
+        """Forgets what was reported of the steps from `step` to `done`, which are trained anew because of `trouble`."""
         self._meter.clear()
         if not self._first:
             return
+        self._event("rollback", step, {"done": done, "trouble": trouble})
         try:
             _drop_after(self.folder / "metrics.jsonl", step)
         except OSError as error:
@@ -162,6 +171,11 @@ class Tracker:
             self.note(f"track.artifact: the model was not logged: {error}")
         else:
             self._wandb.artifact(self._run.name, folder, done)
+
+    def finish(self, done: int) -> None:
+        """Writes report.html of a run that is complete, for at most a minute or two."""
+        if self._first:
+            self._page.finish(done)
 
     def note(self, text: str) -> None:
         """Prints a line and writes it to log.txt, on rank 0."""
@@ -194,6 +208,9 @@ class Tracker:
                 self._bar.write(text, file=sys.stderr)
             else:
                 print(text, flush=True)
+
+    def _event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        self._write("events.jsonl", _line({"event": kind, "time": time.time(), "step": step, **facts}))
 
     def _write(self, name: str, text: str) -> None:
         try:

@@ -1,7 +1,6 @@
 """Initial weights: what a constructor sets is never undone, and every system of ours draws by modules."""
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch

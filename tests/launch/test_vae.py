@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 RUN = {"system": "vae", "steps": 6, "data": {"path": "builtin:fashion", "image_size": 16, "channels": 1, "workers": 0},
        "batch": {"global": 8}, "optimizer": {"lr": 1e-3}, "ema": {"decays": [0.9]}, "samples": {"num": 3},
-       "every": {"report": 2, "sample": 6, "evaluate": 6, "save": 3}, "track": {"wandb": "disabled"}}
+       "every": {"report": 2, "report_page": 0, "sample": 6, "evaluate": 6, "save": 3}, "track": {"wandb": "disabled"}}
 MODELS = {
     "kl": {"kl": {"block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1,
                   "discriminator": {"start": 4, "n_layers": 1, "base_channels": 8}}},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 NEWCOMER = ROOT / "tests" / "newcomer"
 RUN = {"steps": 4, "batch": {"global": 8}, "optimizer": {"lr": 1e-3}, "ema": {"decays": [0.9]},
        "samples": {"num": 4, "num_steps": 4}, "track": {"wandb": "disabled"},
-       "every": {"report": 1, "sample": 4, "evaluate": 4, "evaluate_samples": 16, "save": 2}}
+       "every": {"report": 1, "report_page": 0, "sample": 4, "evaluate": 4, "evaluate_samples": 16, "save": 2}}
 IMAGES = {"path": "builtin:fashion", "image_size": 16, "channels": 1, "workers": 0}
 VAE = {"discrete": {"num_tokens": 32, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}}
 

@@ -29,7 +29,7 @@ data: {{image_size: {SIDE}, channels: 1, flip: false, workers: 0}}
 batch: {{global: {BATCH}}}
 optimizer: {{lr: 3e-3, eps: 1e-4, warmup: 3}}
 ema: {{decays: [0.9]}}
-every: {{report: 5, sample: 0, evaluate: 0, save: 5}}
+every: {{report: 5, report_page: 0, sample: 0, evaluate: 0, save: 5}}
 track: {{wandb: disabled}}
 """
 

@@ -1,0 +1,147 @@
+"""metrics.jsonl as columns: read line by line, since long runs have more lines than dictionaries fit into memory."""
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.disk import small
+
+_LONGEST = small.MEGABYTE                    # bytes of a line
+_MOST_NAMES = 500                            # columns
+_TAIL = 1 << 18                              # bytes at the end, which hold the newest lines
+
+
+@dataclass
+class Metrics:
+    """Columns of a metrics.jsonl. A line is a row; values that are absent from it take no room."""
+
+    steps: np.ndarray                        # int64 (rows,), ascending
+    times: np.ndarray                        # float64 (rows,): seconds since 1970, NaN where a line has none
+    columns: dict[str, tuple[np.ndarray, np.ndarray]]            # by name: rows int64 (n,), values float64 (n,)
+    foreign: int = 0                         # lines that are half-written, or none of ours
+    dropped: set[str] = field(default_factory=set)               # names beyond the most that are kept
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a column; empty where there is none."""
+        rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
+        return self.steps[rows], values
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a column that is a number."""
+        values = self.series(name)[1]
+        values = values[np.isfinite(values)]
+        return float(values[-1]) if len(values) else None
+
+
+def read(path: Path) -> Metrics:
+    """The columns of a file; none where it is not there. OSError: no regular file, or not to be read."""
+    steps, times, rows, values = array("q"), array("d"), {}, {}
+    foreign, dropped = 0, set()
+    for entry in _entries(path):
+        if entry is None:
+            foreign += 1
+            continue
+        row, step = len(steps), entry.pop("step")
+        flat = dict(_numbers(entry))
+        steps.append(step)
+        times.append(flat.pop("time", np.nan))
+        for name, value in flat.items():
+            if name not in rows:
+                if len(rows) == _MOST_NAMES:
+                    dropped.add(name)
+                    continue
+                rows[name], values[name] = array("q"), array("d")
+            rows[name].append(row)
+            values[name].append(value)
+    steps, times = np.array(steps, np.int64), np.array(times)
+    order = np.argsort(steps, kind="stable")             # foreign lines may stand anywhere
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    columns = {}
+    for name in rows:
+        own = place[np.array(rows[name], np.int64)]
+        sort = np.argsort(own)
+        columns[name] = own[sort], np.array(values[name])[sort]
+    return Metrics(steps[order], times[order], columns, foreign, dropped)
+
+
+def newest(path: Path) -> tuple[dict[str, float], float | None]:
+    """The newest value of each name among the last lines, and the time of the last line. OSError as `read`."""
+    latest: dict[str, float] = {}
+    for entry in _entries(path, _TAIL):
+        latest |= dict(_numbers(entry or {}))
+    return latest, latest.pop("time", None)
+
+
+def _entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
+    """The lines as dictionaries with a number of steps, None for others; of the last `tail` bytes alone."""
+    if not path.exists():
+        return
+    small.require_file(path)
+    with open(path, "rb") as file:
+        if tail is not None and path.stat().st_size > tail:
+            file.seek(-tail, 2)
+            file.readline(_LONGEST)
+        for line in iter(lambda: file.readline(_LONGEST), b""):
+            try:
+                entry = json.loads(line)
+                whole = type(entry["step"]) is int and 0 <= entry["step"] < 1 << 62
+            except (ValueError, KeyError, TypeError, RecursionError):
+                whole = False
+            yield entry if whole else None
+
+
+def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of an entry by name, NaN for null; those of inner sections, such as timing, under their own names."""
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif value is None or type(value) in (int, float):
+            try:
+                yield name, np.nan if value is None else float(value)
+            except OverflowError:                        # an integer of hundreds of digits
+                yield name, np.nan
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Indices of at most about `most` values that draw the same curve: the least and the largest of each stretch."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    bounds = np.linspace(0, count, max(most // 2, 1) + 1).astype(np.int64)
+    kept = {0, count - 1}
+    for first, end in zip(bounds[:-1], bounds[1:]):
+        part = values[first:end]
+        if np.isnan(part).all():
+            kept.add(int(first))                         # a gap stays one
+        else:
+            kept |= {int(first + np.nanargmin(part)), int(first + np.nanargmax(part))}
+    return np.array(sorted(kept))
+
+
+def hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
+    """Hours of running after each row, (rows,), without the pauses before `starts`, seconds since 1970 of each start.
+
+    Where lines have no time, as those of earlier versions, the samples and their rate tell it. None: nothing does.
+    """
+    rate, seen = np.full((2, len(metrics.steps)), np.nan)
+    for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):
+        rows, values = metrics.columns.get(name, ((), ()))
+        target[list(rows)] = values
+    total, seconds, known, time, samples = 0.0, np.empty(len(rate)), False, min(starts, default=np.nan), 0.0
+    ordered = sorted(starts)
+    for row, now in enumerate(metrics.times):
+        if now == now and time == time:
+            since = max((start for start in ordered if time < start <= now), default=time)
+            total, known = total + max(now - since, 0.0), True
+        elif rate[row] > 0 and seen[row] == seen[row]:
+            total, known = total + max(seen[row] - samples, 0.0) / rate[row], True
+        time = now if now == now else time
+        samples = seen[row] if seen[row] == seen[row] else samples
+        seconds[row] = total
+    return seconds / 3600 if known else None

@@ -1,0 +1,79 @@
+"""Pictures of a run, small enough that many of them fit into a page: as they are, or smaller as WebP."""
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from dstrain.disk import small
+
+_LARGEST = 256 * small.MEGABYTE              # bytes of a file that is opened
+_WIDTHS = (1600, 1100, 760, 520, 360, 240)   # tried in turn until a picture fits
+_FILM_WIDTHS = _WIDTHS[2:]
+_FRAMES = 64                                 # of a film that is made smaller
+_NAME = re.compile(r"step_(\d{1,18})(?:_(\w+))?\.(png|gif)")
+_KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
+
+
+def series(samples: Path) -> dict[str, dict[int, Path]]:
+    """Pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
+
+    A film stands for the strip of its frames.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted(samples.glob("step_*"), key=lambda path: (path.suffix == ".gif", path.name)):
+        if match := _NAME.fullmatch(path.name):
+            found.setdefault(match[2] or "samples", {})[int(match[1])] = path
+    return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items(), key=lambda item: (
+        item[0] != "samples", item[0]))}
+
+
+def spaced(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the steps, evenly spaced, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)]
+
+
+def embedded(path: Path, most: int) -> str:
+    """A picture or a film as a data: URL of about `most` bytes, before base64.
+
+    OSError, ValueError: it is no PNG, GIF or WebP that can be read.
+    """
+    content = small.read_bytes(path, _LARGEST)
+    try:
+        with Image.open(io.BytesIO(content), formats=tuple(_KINDS)) as image:
+            image.load()
+            kind = _KINDS[image.format]
+            if len(content) > most:
+                content, kind = _shrunk(image, most), _KINDS["WEBP"]
+    except (SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(error) from None
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _shrunk(image: Image.Image, most: int) -> bytes:
+    """As WebP, in the first of the widths in which it has at most `most` bytes, else in the last; films stay films."""
+    count = getattr(image, "n_frames", 1)
+    widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]
+    duration = image.info.get("duration", 100) * count // min(count, _FRAMES)
+    frames = []
+    for number in spaced(range(count), _FRAMES):
+        image.seek(number)
+        frames.append(_as_wide(image.convert("RGB"), widths[0]))     # as small as may be: a film has many frames
+    for width in dict.fromkeys(widths):
+        file = io.BytesIO()
+        first, *others = (_as_wide(frame, width) for frame in frames)
+        film = dict(save_all=True, append_images=others, duration=duration, loop=0) if others else {}
+        first.save(file, "WEBP", quality=80, method=2, **film)
+        if file.tell() <= most:
+            break
+    return file.getvalue()
+
+
+def _as_wide(image: Image.Image, width: int) -> Image.Image:
+    return image if width == image.width else image.resize((width, max(1, round(image.height * width / image.width))),
+                                                           Image.Resampling.LANCZOS)

@@ -1,0 +1,66 @@
+"""RUN/report.html while a run trains: a process of its own writes it, with low priority, so that no step waits."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+class Page:
+    """Starts `python -m dstrain.report FOLDER` every `every` steps; 0 is never. A fault becomes one note."""
+
+    def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
+        self._folder, self._every, self._written, self._note = folder.absolute(), every, done, note
+        self._process: subprocess.Popen | None = None
+        self._errors: IO[bytes] | None = None
+        self._failed = False
+
+    def at(self, done: int) -> None:
+        """Starts the writer where it is due after `done` steps, unless the last one is still at work."""
+        if self._every and done // self._every > self._written // self._every and self._ended():
+            self._start(done)
+
+    def finish(self, done: int, seconds: float = 60.0) -> None:
+        """Writes the page of the last step, and waits for it."""
+        if self._every and done > self._written:
+            self._ended(seconds)
+            self._start(done)
+            if not self._ended(seconds):
+                self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
+
+    def _start(self, done: int) -> None:
+        self._written = done
+        try:
+            self._errors = tempfile.TemporaryFile()
+            root = str(Path(__file__).resolve().parents[2])          # a script in launch/ may find dstrain by itself
+            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+            # In a session of its own: Ctrl-C in the terminal is for the training.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dstrain.report", str(self._folder)], env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors)
+        except OSError as error:
+            self._fault(str(error))
+
+    def _ended(self, seconds: float = 0.0) -> bool:
+        """Whether no writer is at work, waiting for it at most as long."""
+        if self._process is None:
+            return True
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").split("\n")
+        self._errors.close()
+        self._process = None
+        if code:
+            self._fault(next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}"))
+        return True
+
+    def _fault(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._note(f"report.html was not written, and training goes on: {reason}")

@@ -1,0 +1,35 @@
+"""Writes the report of one run, or of several side by side: python launch/report.py RUN [RUN ...] [--out FILE]"""
+
+from pathlib import Path
+
+from dstrain.command import arguments, cli
+from dstrain.report import page
+
+_HELP = """\
+Writes the report of a run as one file that any browser opens offline: curves, pictures
+through training, evaluations, recipe, DeepSpeed settings, hardware, resumes, faults.
+
+usage:  python launch/report.py RUN [RUN ...] [--out FILE]
+
+  RUN          a run's folder, for example runs/dit-small; it may be training. Several
+               are compared: the same curves over steps, samples or hours, what differs
+               in their recipes, the same seeds side by side
+  --out FILE   where to write (RUN/report.html; for several runs report.html here)
+
+Training writes RUN/report.html by itself: every.report_page steps, and at its end.
+"""
+
+
+def _options(argv: list[str] | None = None) -> tuple[list[Path], Path]:
+    parser = arguments.Parser(_HELP)
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path)
+    words = parser.words(argv)
+    if not words["runs"]:
+        raise cli.ConfigError("name the folder of a run, for example: launch/report.py runs/dit-small")
+    alone = len(set(words["runs"])) == 1
+    return words["runs"], words["out"] or (words["runs"][0] if alone else Path()) / "report.html"
+
+
+if __name__ == "__main__":
+    cli.run_main(lambda: print(page.write(*_options())))

@@ -1,0 +1,55 @@
+"""Shows where all runs in a folder stand: python launch/watch.py FOLDER [FOLDER ...] [--follow] [--json]"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from dstrain.command import arguments, cli
+from dstrain.report import state
+
+_HELP = """\
+Shows where runs stand: step, loss, rate, time left, newest checkpoint, newest picture.
+
+usage:  python launch/watch.py FOLDER [FOLDER ...] [options]
+
+  FOLDER        a run, or a folder of runs (runs)
+  --follow      again every few seconds, until Ctrl-C
+  --seconds S   how often (5)
+  --json        a JSON list; with --follow one line each time
+
+running    a training holds the folder     stopped   it saved and ended before its last step
+complete   the last step is done           dead      it ended without a word, or with the error
+imported   published weights                         below the table
+"""
+
+
+def _options(argv: list[str] | None = None) -> dict:
+    parser = arguments.Parser(_HELP)
+    parser.add_argument("folders", type=Path, nargs="*")
+    parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--seconds", type=arguments.scale, default=5.0)
+    parser.add_argument("--json", action="store_true")
+    return parser.words(argv)
+
+
+def main() -> None:
+    options = _options()
+    while True:
+        states = [state.state(folder) for folder in state.runs(options["folders"] or [Path("runs")])]
+        if options["json"]:
+            text = json.dumps([state.as_json(one) for one in states], indent=None if options["follow"] else 1)
+        else:
+            text = state.table(states) if states else "no run here: a run's folder holds run.yaml"
+        clear = "\033[H\033[2J" if options["follow"] and not options["json"] and sys.stdout.isatty() else ""
+        print(clear + text, flush=True)
+        if not options["follow"]:
+            return
+        try:
+            time.sleep(max(options["seconds"], 0.2))
+        except KeyboardInterrupt:
+            return
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,44 @@
+"""launch/watch.py: where runs stand."""
+
+import json
+import shutil
+
+from dstrain.runs import folders
+from tests.report.folder import made
+from tests.support.launch import here
+
+
+def test_the_table(tmp_path, monkeypatch, capsys):
+    """Oracle: what was done to each folder: trained to its end, locked, stopped, broken, imported, filled with rubbish."""
+    runs = tmp_path / "runs"
+    made(runs / "complete", steps=32)
+    for name in ("running", "stopped", "dead", "rubbish"):
+        shutil.copytree(runs / "complete", runs / "more" / name)
+        text = (runs / "complete" / "run.yaml").read_text().replace("steps: 32", "steps: 64")
+        (runs / "more" / name / "run.yaml").write_text(text)
+    (runs / "more" / "stopped" / "log.txt").write_text("stopped at step 32 (SIGTERM), step 32 is saved\n")
+    (runs / "more" / "dead" / "log.txt").write_text("the gradient is not finite\n\n")
+    for path in (runs / "more" / "rubbish").iterdir():
+        if path.is_file():
+            path.write_bytes(b"\xff{[\0")
+    (runs / "imported" / "checkpoints" / "step_00000000").mkdir(parents=True)
+    shutil.copy(runs / "complete" / "run.yaml", runs / "imported")
+    (runs / "more" / "running" / "checkpoints" / "step_00000024").mkdir(parents=True)
+    capsys.readouterr()
+    with folders.claim(runs / "more" / "running"):
+        code, out, _ = here("watch.py", [runs, "--json"], monkeypatch, capsys)
+        _, shown, _ = here("watch.py", [runs], monkeypatch, capsys)
+    states = {one["run"]: one for one in json.loads(out)}
+    assert code == 0 and {name: one["state"] for name, one in states.items()} == {
+        "complete": "complete", "imported": "imported", "running": "running", "stopped": "stopped", "dead": "dead",
+        "rubbish": "dead"}
+    running = states["running"]
+    assert (running["step"], running["steps"], running["checkpoint"]) == (32, 64, 24)
+    assert running["seconds_left"] == 32 * 4 / 2.0               # samples that are left, by their rate
+    assert running["picture"] == str(runs / "more" / "running" / "samples" / "step_00000032.png")
+    lines = shown.splitlines()
+    assert "32 of 64" in lines[5] and lines[5].startswith("running") and lines[-2] == "dead: the gradient is not finite"
+    code, _, error = here("watch.py", [tmp_path / "absent"], monkeypatch, capsys)
+    assert code == 2 and "is no folder: name a run, or a folder of runs" in error
+    assert here("watch.py", [tmp_path / "runs" / "more" / "rubbish" / "samples"], monkeypatch, capsys)[1].startswith(
+        "no run here")
