@@ -6,7 +6,8 @@ stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as t
 AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
 
 That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
-other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.
+other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step runs, and its checks, too,
+even where the JSON switches them off.
 
 Like masters.py, this file reaches behind DeepSpeed's public interface.
 """
@@ -66,6 +67,8 @@ class Updates:
             engine.clip_fp32_gradients = lambda: None
         elif self._lean:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
+        if self.stage in (1, 2):
+            self._zero.check_grad_overflow = self._zero.compute_grad_norm = True        # DeepSpeed's own, where it runs
         if self._searches_scale:
             self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
             self._zero._update_scale = lambda overflow: None              # `settle` does it
