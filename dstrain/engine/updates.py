@@ -6,13 +6,15 @@ stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as t
 AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
 
 That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
-other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.
+other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step runs, and its checks, too,
+even where the JSON switches them off.
 
 Like masters.py, this file reaches behind DeepSpeed's public interface.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +68,11 @@ class Updates:
             engine.clip_fp32_gradients = lambda: None
         elif self._lean:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
+            if self.stage < 3 and self._zero.overlap_comm:
+                self._zero.independent_gradient_partition_epilogue = partial(
+                    self._end_backward, self._zero.independent_gradient_partition_epilogue)
+        if self.stage in (1, 2):
+            self._zero.check_grad_overflow = self._zero.compute_grad_norm = True        # DeepSpeed's own, where it runs
         if self._searches_scale:
             self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
             self._zero._update_scale = lambda overflow: None              # `settle` does it
@@ -121,6 +128,21 @@ class Updates:
             factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
+    def _end_backward(self, epilogue: Callable[[], None]) -> None:
+        """DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there for the whole
+        device, where it is enough that what follows on the device waits for the reductions.
+        """
+        zero = self._zero
+        zero.reduce_ipg_grads()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().wait_stream(zero.reduction_stream)
+        zero._clear_previous_reduced_grads()
+        zero.overlap_comm = False
+        try:
+            epilogue()
+        finally:
+            zero.overlap_comm = True
+
     @torch.no_grad()
     def _step_stage12(self) -> None:
         """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks."""
@@ -154,10 +176,13 @@ class Updates:
             zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
         if weights := zero.persistent_parameters:
-            own = torch.cat([weight.ds_tensor for weight in weights])
-            shares = own.new_empty(dist.get_world_size(zero.dp_process_group), own.numel())
-            dist.all_gather_into_tensor(shares, own, group=zero.dp_process_group)
-            for weight, share in zip(weights, shares.split([weight.ds_tensor.numel() for weight in weights], dim=1)):
+            own, world = torch.cat([weight.ds_tensor for weight in weights]), dist.get_world_size(zero.dp_process_group)
+            if world > 1:
+                whole = own.new_empty(world * own.numel())
+                dist.all_gather_into_tensor(whole, own, group=zero.dp_process_group)
+                own = whole
+            shares = own.view(world, -1).split([weight.ds_tensor.numel() for weight in weights], dim=1)
+            for weight, share in zip(weights, shares):
                 padded = share.numel() > weight.ds_numel
                 weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
                 weight.ds_status = ZeroParamStatus.AVAILABLE
