@@ -5,7 +5,7 @@
 copy          a memcpy of as many bytes in the host's memory; on a GPU, `.cpu()` of each value
 raw write     as many bytes into one file, and fsync
 torch.save    the rival: masters, moments and averages, pickled into one file, and fsync; no hash, no manifest
-save          Checkpoints.save with save.asynchronous=false: fragments, fsync, hashes, manifest, rename, fsync
+save          Checkpoints.save with save.asynchronous=false: fragments, hashed meanwhile, fsync, manifest, rename, fsync
 stall         Checkpoints.save as training calls it: what it waits for, once the copy's buffers are there
 beside        from that call to the moment when the checkpoint is whole, while steps of training go on
 step          a step of training alone, and while a save is under way
@@ -14,7 +14,8 @@ Files are written below `folder`, where the run's checkpoints would be, and remo
 
 2026-11-22, two cores that another program shared, DiT of 39 M weights with one average (0.62 GB), stage 1, one rank:
 stall 0.046 s (the first 0.5 s), copy 0.041, raw write 0.44, torch.save 0.62, save 1.8. Training waits 1.1 times a copy
-and 0.07 times torch.save. The save itself takes 4 times a raw write: it reads every file again for its hash.
+and 0.07 times torch.save. The save itself took 4 times a raw write while it read every file again for its hash; since
+it hashes what it writes, it has not been timed on a quiet machine.
 """
 
 import os

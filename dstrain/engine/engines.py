@@ -7,7 +7,6 @@ gives the engine of the part that learns and the bare, frozen networks of the ot
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,13 +58,13 @@ class Engines(Mapping[str, Any]):
         return build(networks, seed, lambda reason: self.notes.append(
             f"note: every rank begins with the whole networks in its memory: {reason}; see dstrain/systems/base.py"))
 
-    def draw(self, known: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({})) -> None:
+    def draw(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         """Sets all weights and buffers: to the `known` values by part and name, the others as the seed says.
 
         A rank draws the modules of which it owns a part; the others' weights reach it when masters are published.
         """
         for part, values in self._initial.items():
-            given = known.get(part, {})
+            given = (known or {}).get(part, {})
             owned = {fragment.name for fragment, _, _ in self.masters[part].fragments} - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
             self._set(part, chain(drawn, given.items()))

@@ -29,7 +29,7 @@ _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
 
 def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
                 metadata: dict[str, str] | None = None) -> dict[str, Any]:
-    """Writes (kind, fragment, values) to one file, synced to the disk; returns its size and hash, as manifests have them.
+    """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
 
     Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
     at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit.

@@ -33,7 +33,8 @@ from dstrain.engine.optimizers import full_shape
 from dstrain.ranks import group
 
 Networks = Callable[[], dict[str, nn.Module]]
-# Gives (state-dict name, float32 value) of all buffers and at least of the weights that are named, of all without names.
+# Called with names of weights, it gives (state-dict name, float32 value) of at least these and all buffers; without, of
+# all.
 Values = Callable[..., Iterator[tuple[str, Tensor]]]
 
 # In-place operations whose result does not depend on what the tensor held before.

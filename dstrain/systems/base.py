@@ -19,10 +19,11 @@ What sharding asks of a system:
 - A loss is a mean over samples. No term of a sample depends on another sample.
 - Constructors may set weights in any way, those of their children too (`nn.init.zeros_(self.out.weight)`,
   `self.apply(init)`). Training then starts from exactly `torch.manual_seed(run.seed); networks()` of plain torch, at
-  every stage; at stage 3 every rank first builds the networks whole, and the log says so. For a large network let each
-  module that owns weights or buffers set all of them in its `reset_parameters(self)`, called in its constructor, and
-  let nobody change them afterwards, as torch's own layers and nn/layers.py do: ZeRO-3 then builds it in pieces, and
-  the weights are a function of (seed, name). Set what `reset_parameters` reads before it is called.
+  every stage; every rank then begins with the networks whole, and at stage 3 the log says so. For a large network let
+  each module that owns weights or buffers set all of them in its `reset_parameters(self)`, called in its constructor,
+  and let nobody change them afterwards, as torch's own layers and nn/layers.py do: no rank then holds more than its
+  share, resuming draws nothing, and the weights are a function of (seed, name). Set what `reset_parameters` reads
+  before it is called.
 - What a user can mend is a ConfigError with field and remedy. Any other exception is a bug and shows its traceback.
 """
 
@@ -105,7 +106,7 @@ class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
-        """Fresh modules, keys as `parts`; may run under deepspeed's zero.Init, and on the meta device."""
+        """Fresh modules, keys as `parts`; may run with all tensors, or the parameters alone, on the meta device."""
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
