@@ -81,7 +81,7 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
     for name, index, stage, recompute, *entries in cases:
         torch._dynamo.reset()
         counters.clear()
-        number: Counter = Counter()
+        number, alone = Counter(), [1] if name == "dit" else []      # a batch of one has graphs of its own
 
         def compile_(function, **options):
             def counted(graph, inputs):
@@ -102,12 +102,12 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
             told[way] = losses
             state[way] = torch.cat([flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats])
             if way == "on":
-                rest(name, system, engines, [BATCH, 3, 1])
+                rest(name, system, engines, [BATCH, 3, *alone])
         first = counters["stats"]["unique_graphs"]
         kinds = graphs(engines)
         each = [sum(number[compiled] for compiled in found) for found in kinds.values()]
         breaks = dict(counters["graph_break"])
-        rest(name, system, engines, [3, BATCH, 1, 2])
+        rest(name, system, engines, [3, BATCH, *alone, 2])
         train(system, engines)
         figures["-".join(map(str, (name, index, stage, recompute, *entries)))] = {
             "losses": told, "apart": (state["on"] - state["off"]).abs().max().item(), "graphs": first,

@@ -1,0 +1,74 @@
+"""What a forward pass keeps for the backward pass, in bytes, and the work of both, counted without doing it."""
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
+    """Bytes that a forward pass keeps for its backward pass. `present` are weights and inputs, which are not counted.
+
+    Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
+    """
+    before = {tensor.untyped_storage()._cdata for tensor in present}
+    with _Storages() as storages, _Fused():
+        value = loss()                            # holds the graph
+    gc.collect()
+    live = sum(size for key, (storage, size) in storages.made.items() if key not in before and not storage.expired())
+    del value
+    return live
+
+
+def flops(loss: Callable[[], Tensor]) -> int:
+    """Floating-point operations of both passes, by torch's own count. Attention counts as its two products."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss().backward()
+    return counter.get_total_flops()
+
+
+class _Storages(TorchDispatchMode):
+    """Sizes of all storages that operators make. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+
+class _Fused(TorchFunctionMode):
+    """Attention by the kernels that torch takes on a GPU. On the meta device it would take the plain products."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _fused(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+           is_causal: bool = False, scale: float | None = None) -> Tensor:
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal,
+                                                                  scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
+    added = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True, dropout_p, is_causal,
+                                                                  scale=scale)[0]

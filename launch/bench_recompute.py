@@ -1,0 +1,66 @@
+"""Counts what each choice of model.recompute keeps for the backward pass, and what it computes again: a table.
+
+    python launch/bench_recompute.py [RECIPE ...] [--batch N]
+
+Nothing is computed: the networks, in bfloat16, and one batch lie on the meta device. Bytes are a sample's of the first
+part, between forward and backward pass, in eager mode and with a GPU's fused attention (a compiled block keeps less).
+Per cent are further FLOPs of both passes, by torch's own count. RECIPE is a name in launch/recipes/ or a file.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from dstrain import recipe, systems
+from dstrain.command.ending import run_main
+from dstrain.engine.activations import flops, kept
+from dstrain.engine.blocks import prepare
+
+RECIPES = Path(__file__).resolve().parent / "recipes"
+_LATENTS = ["model.first_stage=null", "model.in_channels=4"]
+_PICTURES = ["perceptual=null", "discriminator=null"]
+# Recipes, and entries without networks that are files: a first stage, an encoder of texts, an adversary's judge.
+LARGE = {"dit-xl2-imagenet256": [*_LATENTS, "model.image_size=32"],
+         "dit-xl2-imagenet512": [*_LATENTS, "model.image_size=64"],
+         "iddpm-imagenet64-hybrid": [], "iddpm-lsun256": [],
+         "vae-kl-f8": [f"model.kl.{entry}" for entry in _PICTURES],
+         "phenaki-tokenizer": [f"model.{entry}" for entry in _PICTURES],
+         "prior-1b": ["model.text_encoder=null"]}
+CHOICES = ("none", "attention", 2, 4, "all")
+
+
+def measure(name: str, choice: str | int, batch: int) -> tuple[int, int]:
+    """Bytes and FLOPs of a step of the first part of a recipe's system, with `batch` samples."""
+    path = RECIPES / f"{name}.yaml"
+    run = recipe.load(path if path.exists() else Path(name), LARGE.get(name, []))
+    run = recipe.check(run, systems.config_class(run.system))
+    system = systems.build(run.system, run.model)
+    part = next(iter(system.parts))
+
+    with torch.device("meta"):
+        networks = system.networks()
+    for name, network in networks.items():
+        network.to(torch.bfloat16).requires_grad_(name == part)
+        prepare(network, system.blocks(), choice)
+    example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
+    weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
+    loss = lambda: system.loss(part, networks, dict(example))["loss"]
+    return kept(loss, [*example.values(), *weights]), flops(loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", default=list(LARGE), help="names in launch/recipes/, or files")
+    parser.add_argument("--batch", type=int, default=1, help="samples of the counted step")
+    options = parser.parse_args()
+    print("| recipe |", " | ".join(map(str, CHOICES)), "|\n|---|" + "---|" * len(CHOICES))
+    for name in options.recipes:
+        costs = [measure(name, choice, options.batch) for choice in CHOICES]
+        cells = [f"{size / options.batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %"
+                 for size, work in costs]
+        print(f"| `{Path(name).stem}` |", " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)
