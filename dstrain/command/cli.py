@@ -49,7 +49,7 @@ examples:
   deepspeed {script}
   deepspeed {script} steps=200 every.sample=50 folder=/tmp/try
   deepspeed {script} --recipe launch/recipes/dit-b4-imagenet256.yaml \\
-      --ds_config ds_configs/zero3.json data.path=/data/imagenet/train batch.global=256
+      --ds_config ds_configs/zero3.json data.path=latents/imagenet256 batch.global=256
   python {script} --print-config model.depth=8            # one process
 
 The same command again goes on where the run stopped.

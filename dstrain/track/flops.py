@@ -22,6 +22,7 @@ from dstrain.systems.base import System
 
 _SAMPLES = 2                                     # of a count; operations grow with the number of samples
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}       # operations that torch has no formula for
 # The makers' dense peaks in TFLOP/s by the name that torch gives a GPU: 16-bit with fp32 sums, TF32, fp32. A part of a
 # GPU (MIG) and laptops have other names, and are measured as all that is not listed.
 _PEAKS = (
@@ -109,7 +110,7 @@ class _Useful(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
         if formula is not None and not (self.backward and torch.is_grad_enabled()):
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         return out

@@ -21,6 +21,7 @@ from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
 from dstrain.disk.sealed import render
+from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
 from launch import bench_latents
@@ -47,12 +48,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def write(folder, number=50, size=16, flips=2, kind="latents", seed=0, classes=("a", "b", "c"), stage="stage",
-          image_size=16):
+          image_size=16, shape=None, channels=1):
     """A folder as launch/encode.py leaves it, with random codes; and all of these in one array."""
     folder.mkdir(parents=True)
-    rng, shape = np.random.default_rng(seed), [3, 4, 4] if kind == "latents" else [4, 4]
+    rng, shape = np.random.default_rng(seed), shape or ([3, 4, 4] if kind == "latents" else [4, 4])
     encoding = {"kind": kind, "shape": shape, "dtype": "float16" if kind == "latents" else "int32", "number": number,
-                "flips": flips, "image_size": image_size, "channels": 1, "shard_size": size, "batch": 4,
+                "flips": flips, "image_size": image_size, "channels": channels, "shard_size": size, "batch": 4,
                 "first_stage": stage, "data": "random"}
     records, every = [], []
     for k in range(-(-number // size)):
@@ -258,6 +259,23 @@ def test_the_index_fills_in_the_recipe(stage):
             built.encode({"image": torch.zeros(2, 1, 16, 16, dtype=torch.uint8), "key": batch["key"][:2]})
     with pytest.raises(ValueError, match="no autoencoder decodes them; set model.first_stage.path"):
         alone.sample(alone.networks(), Request(torch.arange(2)))
+
+
+@pytest.mark.parametrize("name, side", [("dit-b4-imagenet256", 32), ("dit-xl2-imagenet256", 32),
+                                        ("dit-xl2-imagenet512", 64)])
+def test_the_published_recipes_read_latents(tmp_path, name, side):
+    """Oracle: --dry-run of each recipe on what its first command leaves of an autoencoder of Stable Diffusion's layout:
+    all is in order, and the samples are the cached ones.
+    """
+    path = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4)
+    write(tmp_path / "cache", number=20, size=20, shape=[4, side, side], classes=[f"n{i:04}" for i in range(1000)],
+          stage=Autoencoder(str(path)).fingerprint(), image_size=8 * side, channels=3)
+    options = JobOptions(ROOT / f"launch/recipes/{name}.yaml", ROOT / "ds_configs/zero1.json", (
+        f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={path}", f"folder={tmp_path / 'run'}"), dry_run=True)
+    job = prepare(options, 8, "cuda")
+    assert job.run.data.codes.shape == (4, side, side) and job.run.data.workers is None
+    assert any("20 cached images (latents" in remark for remark in job.remarks)
+
 
 
 def test_recipes_that_do_not_fit(stage):

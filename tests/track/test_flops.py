@@ -1,24 +1,53 @@
 """The useful operations of a step, the rates of chips, and their quotient in the reports."""
 
+import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain import recipe, rng, systems
 from dstrain.ranks import group
+from dstrain.systems.dit.system import DiTSystem
+from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.track.flops import Utilization, chip_rate, known_rate, step_flops
 from dstrain.track.throughput import Throughput
 from tests.support import first_stage
 from tests.support.launch import ROOT
+from tests.systems.phenaki.cases import TOKEN_CLIPS
+
+TINY = {"patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3, "in_channels": 3}
 
 
-def test_the_published_size_with_recomputation():
-    """Oracle: Peebles & Xie's table 4, 118.64 G multiply-adds forward, six operations each; no more for recomputing."""
-    system = systems.build("dit", {"size": "DiT-XL/2", "image_size": 32, "in_channels": 4, "recompute": True})
+def test_the_published_size():
+    """Oracle: Peebles & Xie's table 4, 118.64 G multiply-adds forward; six operations each, of which four backward."""
+    system = systems.build("dit", {"size": "DiT-XL/2", "image_size": 32, "in_channels": 4})
     assert step_flops(system, 256) == pytest.approx(256 * 6 * 118.64e9, rel=2e-3)
+
+
+def test_recomputation_is_not_useful():
+    """Oracle: the same network without it; torch's checkpoint runs each block's forward pass once more, backward."""
+    class Again(DiTSystem):
+        def networks(self):
+            networks = super().networks()
+            for block in networks["denoiser"].blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            return networks
+
+    plain = systems.build("dit", {**TINY, "image_size": 8})
+    assert step_flops(Again(plain.config), 6) == step_flops(plain, 6)
+
+
+def test_tokens_that_are_masked_by_chance():
+    """Oracle: twice the vocabulary adds six operations for each channel, new id and token that is masked on average."""
+    small, large = (step_flops(systems.build("phenaki", TOKEN_CLIPS | {"codebook_size": size}), 1)
+                    for size in (6400, 12800))
+    tokens, width = math.prod(TOKEN_CLIPS["token_shape"]), TOKEN_CLIPS["dim"]
+    assert large - small == pytest.approx(6 * width * 6400 * MEAN_RATIO * tokens, rel=0.03)
 
 
 def test_parts_and_micro_batches():
@@ -40,11 +69,10 @@ def test_parts_and_micro_batches():
 
 def test_frozen_networks_count_for_nothing_and_stay(tmp_path):
     """Oracle: the same model on the latents' own pixels; the encoder's weights are where and what they were."""
-    shape = {"patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3, "in_channels": 3}
     path = str(first_stage.save(tmp_path))
-    system = systems.build("dit", {**shape, "image_size": 32, "first_stage": {"path": path, "factor": 4}})
+    system = systems.build("dit", {**TINY, "image_size": 32, "first_stage": {"path": path, "factor": 4}})
     before = {name: value.clone() for name, value in system.first_stage.state_dict().items()}
-    alone = systems.build("dit", {**shape, "image_size": 8})
+    alone = systems.build("dit", {**TINY, "image_size": 8})
     state = torch.get_rng_state()
     assert step_flops(system, 6) == step_flops(alone, 6) > 0
     assert torch.equal(torch.get_rng_state(), state)

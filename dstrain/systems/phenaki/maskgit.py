@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear
+from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.systems.phenaki.transformer import Transformer
 from dstrain.systems.phenaki.vocabulary import Vocabulary
 
@@ -204,7 +205,8 @@ class Pending:
             self.event.record()
 
     def places(self) -> Tensor:
-        """int64 (M,), ascending."""
+        """int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual number."""
         if self.event is not None:
             self.event.synchronize()
-        return torch.nonzero_static(self.mask, size=int(self.total))[:, 0]
+        size = round(MEAN_RATIO * self.mask.numel()) if self.mask.is_meta else int(self.total)
+        return torch.nonzero_static(self.mask, size=size)[:, 0]
