@@ -2,7 +2,8 @@
 
     adamw       torch's, fused. Where the optimizer is offloaded, DeepSpeed's for the CPU.
     lion        Chen et al. 2023 (arXiv:2302.06675): the sign of a momentum. Half of AdamW's moments.
-    adamw8bit   bitsandbytes' AdamW: moments of 8 bits, quantised in blocks of 256 elements.
+    adamw8bit   bitsandbytes' AdamW (Dettmers et al. 2022, arXiv:2110.02861): moments of 8 bits, in blocks of 256 elements
+                of a flat with a scale each. So two layouts agree within the rounding to 8 bits, and not beyond.
     muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
                 are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
                 decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in
@@ -31,7 +32,8 @@ from dstrain.recipe import ConfigError, Run
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
 ADAM = ("exp_avg", "exp_avg_sq")
-BLOCK = 256                                    # elements of an 8-bit moment that share a scale
+CODES = ("state1", "absmax1", "state2", "absmax2")       # of bitsandbytes: both moments in 8 bits, and the blocks' scales
+_BLOCK = 256
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
@@ -85,13 +87,51 @@ def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence
     state = optimizer.state[weight]
     if not state:
         if type(optimizer).__name__ == "AdamW8bit":
+            groups = optimizer.param_groups                  # at stage 3 they hold weights within a step only
+            optimizer.param_groups = [{**groups[0], "params": [weight]}]
             optimizer.init_state(optimizer.param_groups[0], weight, 0, 0)
+            optimizer.param_groups = groups
             return state
         counted = getattr(optimizer, "_step_supports_amp_scaling", False)          # on the device, that is
         counter = torch.tensor(0.0, device=weight.device if counted else "cpu")
         state["step"] = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else counter
         state.update((moment, torch.zeros_like(weight.detach())) for moment in moments)
     return state
+
+
+def moment(state: dict[str, Any], kind: str) -> Tensor:
+    """A moment in fp32, as it lies in the state; of 8 bits a copy, which `set_moment` takes back."""
+    if kind in state:
+        return state[kind]
+    number = 1 + ADAM.index(kind)
+    if f"absmax{number}" not in state:                       # bitsandbytes keeps small tensors in fp32
+        return state[f"state{number}"]
+    from bitsandbytes.functional import dequantize_blockwise
+    codes = state[f"state{number}"]
+    return dequantize_blockwise(codes.view(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"],
+                                blocksize=_BLOCK).view_as(codes)
+
+
+def set_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
+    """Writes the copy that `moment` has returned into a state of 8 bits."""
+    if "absmax1" not in state:
+        return
+    from bitsandbytes.functional import quantize_blockwise
+    number = 1 + ADAM.index(kind)
+    codes, scales = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=_BLOCK)
+    state[f"state{number}"].view(-1).copy_(codes)
+    state[f"absmax{number}"].copy_(scales.absmax)
+
+
+def as_floats(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
+    octets = tensor.view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
+
+
+def from_floats(tensor: Tensor, values: Tensor) -> None:
+    """Gives a tensor the bytes that `as_floats` took from it."""
+    tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[:tensor.nbytes])
 
 
 class Lion(torch.optim.Optimizer):

@@ -28,13 +28,13 @@ def figures(trained):
 class TestTwoRanks:
     @pytest.mark.parametrize("case", CASE_NAMES)
     def test_weights(self, figures, case):
-        """Oracle: ten steps of the publication's algorithm, or of torch.optim.Muon, on whole weights in fp32; 8 bits keep
-        the weights within a few hundredths of AdamW's way, bf16 within a tenth.
+        """Oracle: ten steps on whole weights in fp32 by the formula of Lion, by torch.optim.Muon with AdamW, and by
+        bitsandbytes. Its blocks are other ones at stages 1 to 3, and bf16 rounds: then within a twentieth of the way.
         """
         found = figures[case]
-        if "bf16" not in case and "8bit" not in case:
+        if "bf16" not in case and ("8bit" not in case or "-0-" in case):
             assert found["furthest"] < 1e-6
-        assert found["mean"] < 0.1 * found["moved"]
+        assert found["mean"] < 0.05 * found["moved"]
         assert found["updates"] == STEPS
 
     @pytest.mark.parametrize("case", CASE_NAMES)
@@ -56,13 +56,20 @@ class TestTwoRanks:
 
 @pytest.mark.slow
 def test_moved(trained):
-    """Oracle: the run on two ranks at the stage before, without a break."""
+    """Oracle: the run on two ranks at the stage before: what it saved, bit for bit but for moments of 8 bits, and its next
+    weights. Muon makes the rounding of a gradient's sum large.
+    """
     launch("tests/engine/check_optimizers.py", "move", trained, trained / "one.json", num=1)
     found = json.loads((trained / "one.json").read_text())
     assert len(found) == len(MOVES)
     for case, figures in found.items():
         assert figures["resumed"] == HALF
-        assert figures["mean"] < (0.05 if "8bit" in case else 1e-3) * figures["moved"], case
+        if "8bit" in case:
+            assert not any(key.startswith(("master", "n")) for key in figures["differ"]), case
+            assert figures["moments"] < 0.02, case
+        else:
+            assert figures["differ"] == [], case
+        assert figures["mean"] < (1e-5 if "lion" in case else 0.02) * figures["moved"], case
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
