@@ -1,7 +1,6 @@
-"""Training: set_up, loop, take_step, record, go_back, finish. The only file that holds what is learned and how it is
-sharded.
-"""
+"""Training: set_up, loop, take_step, record, go_back, finish. Here alone, what is learned meets how it is sharded."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,15 +89,15 @@ def loop(training: Training) -> int:
     catch_up(training, done)
     while done < run.steps and not stop:
         training.watchdog.at(done + 1)
-        losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift)
-        applied = engines.applied()
-        training.ema.update(done, applied)
+        ballot = group.Ballot(lambda: training.stops.requested() or training.batches.problem is not None)
+        losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast)
+        training.ema.update(done, engines.applied())
         done += 1
         training.saver.look()                                     # reports a save that has ended meanwhile
-        if trouble := course.trouble(done, all(applied.values()), losses):
-            done = go_back(training, done, trouble)               # raises where there is no way back
+        stop = ballot.outcome()                                   # everyone together
+        if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
+            done, stop = go_back(training, done, trouble), False  # raises where there is no way back
             continue
-        stop = group.agree(training.stops.requested() or training.batches.problem is not None)    # everyone together
         last = stop or done == run.steps
         if stop:
             training.stops.settle()
@@ -122,7 +121,7 @@ def record(training: Training, done: int, stop: bool) -> None:
     evaluates = training.held_out and due(every.evaluate, done, last) and not stop
     loss = evaluate(training, done) if evaluates and run.save.best else None
     best = loss is not None and training.saver.improves(loss)
-    routine = (due(every.save, done) or best) and not training.course.state.in_a_row
+    routine = (due(every.save, done) or best) and training.course.state.good
     if routine or last:
         training.watchdog.at(done, "save of step")
         training.saves.save(done, last, loss, routine)            # training goes on while it is written
@@ -165,15 +164,18 @@ def go_back(training: Training, done: int, trouble: str) -> int:
 
 
 def take_step(step: int, run: Run, system: System, engines: Engines, batches: Batches, tracker: Any,
-              shift: int = 0) -> dict[str, list[Tensor]]:
+              shift: int = 0, vote: Callable[[], None] | None = None) -> dict[str, list[Tensor]]:
     """One optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
 
-    It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`.
+    It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`. `vote`
+    is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
     watched: list[dict[str, Tensor]] = []
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.at(step + shift)):      # batch["key"]: randomness belongs to a sample
+        if vote and micro + 1 == batches.accumulation:
+            vote()
         if shift:
             batch["step"] = batch["step"] - shift                 # for schedules of the system's own
         with torch.no_grad():
@@ -240,9 +242,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str],
           request: int | None) -> int:
-    """Weights from the newest checkpoint or that of step `request`, else from `init_from`, else as initialized; the
-    step to go on from.
-    """
+    """Weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its step."""
     try:
         step = saves.resume(request)
     except ConfigError:

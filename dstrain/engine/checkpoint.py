@@ -141,7 +141,7 @@ class Checkpoints:
         check_weights(self._engines.masters, step, self.store)
         common, course = self._common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
-        extra = {"kind": TROUBLE if course.in_a_row else ROUTINE if routine else STOP, "course": course.model_dump(),
+        extra = {"kind": (ROUTINE if routine else STOP) if course.good else TROUBLE, "course": course.model_dump(),
                  "stays": sorted({target for _, target in course.rollbacks})}
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last, extra=extra)

@@ -1,7 +1,11 @@
 """The course of a run: which steps were in trouble, how often it went back, which batches it passes over.
 
     Trouble       More than faults.max_skipped steps in a row were not applied. Or, where faults.spike is set, the loss
-                  of a step lies above faults.spike times its median over the last WINDOW steps.
+                  of a step lies above faults.spike times its median over the last WINDOW steps: this is seen a step
+                  later.
+    Read late     The device says how a step went when the next one has been handed to it; only where one step more
+                  would be trouble is it waited for. To look at `state` waits, too, and changes nothing in what follows:
+                  a run that saves or stops takes the same way as one that does not.
     The way back  The run loads the newest good checkpoint, and passes over the batches that it has met since: step s
                   learns from batch s + shift, and shift grows so far that the data never go back. Noise and dropout
                   belong to the batch; learning rate, EMA and the systems' own schedules follow s.
@@ -15,7 +19,7 @@ trouble again from an older checkpoint, and takes the same way.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -23,6 +27,7 @@ import torch
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
 
+from dstrain.engine.updates import Flag, Late
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Faults
 
@@ -38,49 +43,81 @@ class State(BaseModel):
     rollbacks: list[tuple[NonNegativeInt, NonNegativeInt]] = []      # steps done, step of the checkpoint gone back to
     forgiven: NonNegativeInt = 0                            # of these: before a user changed the run
     losses: dict[str, list[FiniteFloat]] = {}               # by part, of the last WINDOW steps; with faults.spike only
+    high: tuple[NonNegativeInt, str] | None = None          # the latest step, if a loss of it was too high, and which
+
+    @property
+    def good(self) -> bool:
+        """Whether the latest step was applied, and no loss of it was too high."""
+        return not self.in_a_row and self.high is None
 
 
 class Course:
     """Takes note of every step; on all ranks together."""
 
     def __init__(self, faults: Faults = Faults()):
-        self.faults, self.state = faults, State()
+        self.faults, self._state = faults, State()
+        self._unread: tuple[int, Sequence[Flag], Mapping[str, Late]] | None = None    # the latest step, as it is known
+
+    @property
+    def state(self) -> State:
+        """That of all steps so far. Waits for the device to end the latest."""
+        self._note()
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._unread = state, None
 
     @property
     def shift(self) -> int:
-        return self.state.shift
+        return self._state.shift
 
     @property
     def rollbacks(self) -> int:
-        return len(self.state.rollbacks)
+        return len(self._state.rollbacks)
 
-    def trouble(self, done: int, applied: bool, losses: Mapping[str, Sequence[Tensor]]) -> str | None:
-        """Takes note of the step after which `done` are done: what is wrong, None if nothing is.
+    def trouble(self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]],
+                last: bool = False) -> str | None:
+        """Takes note of the step after which `done` are done: what is wrong with it or the one before, None if nothing.
 
-        losses: by part, of each of this rank's micro-batches. They are read only where faults.spike is set.
+        applied: of each part that had a turn. losses: by part, of each of this rank's micro-batches; they are used only
+        where faults.spike is set. last: nothing follows that could tell.
         """
         state = self.state
-        state.skipped, state.in_a_row = state.skipped + (not applied), 0 if applied else state.in_a_row + 1
+        if state.high is None:
+            self._unread = done, list(applied), _means(losses) if self.faults.spike else {}
+            if last or state.in_a_row >= self.faults.max_skipped:
+                self._note()
         if state.in_a_row > self.faults.max_skipped:
             return f"{state.in_a_row} steps in a row had gradients that are not finite, and were skipped"
-        for part, loss in _means(losses).items() if self.faults.spike else ():
-            window = state.losses.setdefault(part, [])
+        return state.high[1] if state.high else None
+
+    def _note(self) -> None:
+        """Brings the state up to the latest step."""
+        if self._unread is None:
+            return
+        (done, applied, losses), self._unread, state = self._unread, None, self._state
+        skipped = not all(applied)
+        state.skipped, state.in_a_row = state.skipped + skipped, state.in_a_row + 1 if skipped else 0
+        for part, late in losses.items():
+            loss, window = late.read(), state.losses.setdefault(part, [])
             usual = median(window) if len(window) >= _LEAST else math.inf
             if 0 < usual * self.faults.spike < loss < math.inf:
-                return f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its median {usual:.4g}"
+                state.high = (done, f"step {done}: {part}'s loss {loss:.4g} is above {self.faults.spike:g} x its "
+                                    f"median {usual:.4g}")
+                return
             if math.isfinite(loss):
                 window[:] = [*window, loss][-WINDOW:]
-        return None
 
     def before(self, done: int) -> int:
         """The last step that the trouble which is seen after `done` steps had not reached."""
-        return done - max(self.state.in_a_row, 1)
+        return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
         """From `done` steps to a checkpoint of `step`, whose course is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse(saved).model_copy(update={"shift": clock - step, "rollbacks": rollbacks,
-                                                           "forgiven": self.state.forgiven})
+                                                     "forgiven": self.state.forgiven})
 
     def forgive(self) -> None:
         """A user has changed the run: it may go back as often as a new one."""
@@ -96,7 +133,7 @@ def parse(saved: Any) -> State:
         raise ConfigError(f"its course is malformed: {where}: {error.errors()[0]['msg']}") from None
 
 
-def _means(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """The mean loss of each part over all micro-batches and ranks, on the host."""
+def _means(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, Late]:
+    """The mean loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
-    return dict(zip(losses, (group.total(own) / group.world()).tolist()))
+    return dict(zip(losses, map(Late, (group.total(own) / group.world()).unbind())))

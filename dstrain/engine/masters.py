@@ -1,8 +1,8 @@
 """The fp32 weights that this rank owns, as named fragments, and the optimizer's state.
 
-Everything that reaches behind DeepSpeed's public interface stands here and in updates.py. Other files only call an engine's
-`backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`, and use its `module`
-and `optimizer.param_groups`.
+Everything that reaches behind DeepSpeed's public interface stands here and in updates.py. Other files only call an
+engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and `load_checkpoint`, and use its
+`module` and `optimizer.param_groups`.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
 parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest is padding.

@@ -1,9 +1,9 @@
 """The optimizer's step of one engine: one norm that also checks the gradients, and a flag that is read a step late.
 
 DeepSpeed checks each gradient by itself, computes each norm in fp64, and reads both on the host. Here a step computes
-one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. All of
-it stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused
-AdamW, and with found_inf = 1 it changes no weight, no moment and no count. The host learns of it when the next step asks.
+one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. It
+stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused
+AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
 
 That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
 other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.
@@ -24,22 +24,32 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 _ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
 
 
+class Late:
+    """Values on their way to the host: to read them waits for what the device did before, and not for what follows."""
+
+    def __init__(self, values: Tensor):
+        self._host = values.to("cpu", non_blocking=True)                 # page-locked memory, where they cross
+        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def read(self) -> Any:
+        """The number, or list of numbers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
+
+
 class Flag:
-    """Whether an update was applied: `value` is 1.0 or 0.0 on the device. `bool` waits for the step that made it."""
+    """Whether an update was applied: `value` is 1.0 or 0.0, on the device. `bool` reads it there, once."""
 
     def __init__(self, value: Tensor | bool):
         self.value = value if isinstance(value, Tensor) else float(value)
-        self._host: Tensor | bool = value
-        if isinstance(value, Tensor) and value.is_cuda:
-            self._host = value.to("cpu", non_blocking=True)              # into page-locked memory
-            self._copied = torch.cuda.current_stream().record_event()
+        self._late = Late(value) if isinstance(value, Tensor) else None
+        self._applied = bool(value) if self._late is None else None
 
     def __bool__(self) -> bool:
-        if isinstance(self._host, Tensor):
-            if self.value.is_cuda:
-                self._copied.synchronize()
-            self._host = bool(self._host.item())
-        return self._host
+        if self._applied is None:
+            self._applied = bool(self._late.read())
+        return self._applied
 
 
 class Updates:
@@ -131,18 +141,27 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """In place of DeepSpeed's step at stage 3: the same, but for the checks."""
+        """In place of DeepSpeed's step at stage 3: the same, but for the checks, and one exchange of what persists."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         zero = self._zero
         zero._pre_step()
         zero._partition_all_parameters()
         self._check([zero.grad_partitions_flat_buffer], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
-        for number in range(len(zero.fp16_groups)):
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
             zero._optimizer_step(number)
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
-        zero._post_step(set())
+        if weights := zero.persistent_parameters:
+            own = torch.cat([weight.ds_tensor for weight in weights])
+            shares = own.new_empty(dist.get_world_size(zero.dp_process_group), own.numel())
+            dist.all_gather_into_tensor(shares, own, group=zero.dp_process_group)
+            for weight, share in zip(weights, shares.split([weight.ds_tensor.numel() for weight in weights], dim=1)):
+                padded = share.numel() > weight.ds_numel
+                weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
+                weight.ds_status = ZeroParamStatus.AVAILABLE
+        zero.invalidate_secondary_tensor()
 
     def _skip(self) -> None:
         """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -159,6 +159,26 @@ def agree(flag: bool) -> bool:
     return agreed_max(int(flag)) > 0
 
 
+class Ballot:
+    """A vote that is counted while the ranks work on: every rank casts it, and later asks how it ended."""
+
+    def __init__(self, wish: Callable[[], bool]):
+        self._wish, self._count = wish, None
+
+    def cast(self) -> None:
+        """Votes as this rank wishes now; waits for nobody."""
+        if world() > 1:
+            self._largest = torch.tensor(int(self._wish()))
+            self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
+
+    def outcome(self) -> bool:
+        """True on every rank when any wished so; waits for those that have not voted. One process wishes only now."""
+        if self._count is None:
+            return self._wish()
+        self._count.wait()
+        return bool(self._largest.numpy())
+
+
 def agreed_max(value: int) -> int:
     """The largest of all ranks' integers."""
     if world() == 1:
@@ -197,9 +217,12 @@ def _gather(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def in_order(positions: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (sum of b, ...), equal on all ranks."""
+    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on all ranks.
+
+    Every rank has as many, so that no host waits for another.
+    """
     if world() > 1:
-        counts = _counts(len(positions))
+        counts = [len(positions)] * world()
         positions, rows = _gather(positions, counts), {name: _gather(values, counts) for name, values in rows.items()}
     order = positions.argsort()
     return {name: values[order] for name, values in rows.items()}

@@ -15,6 +15,7 @@ import torch
 from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.course import Course
+from dstrain.engine.updates import Flag
 from dstrain.ranks import group
 from dstrain.train import take_step
 from tests.engine import check_systems
@@ -82,7 +83,7 @@ def compare(folder: Path) -> None:
         live.saves.save(GOOD)
         bad = steps(live, GOOD, GOOD + MORE, broken=GOOD + MORE - 1)
         course = live.saves.course
-        assert course.trouble(GOOD + MORE, bad[-1][0], {}) is None and course.state.in_a_row == 1
+        assert course.trouble(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
         assert live.saves.go_back(GOOD + MORE, "trouble") == GOOD and course.shift == MORE
         fresh = trial(folder, *place)
         assert fresh.saves.resume() == GOOD and fresh.saves.course.shift == 0

@@ -1,5 +1,6 @@
 """The course of a run without its engines: when there is trouble, and which batch a step learns from."""
 
+import math
 from statistics import median
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.engine.course import _LEAST, WINDOW, Course, parse
+from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Faults
 
 
@@ -20,7 +22,7 @@ def test_skipped_steps_are_counted_and_bounded(steps, most, before):
     in_a_row, total = 0, before
     for done, applied in enumerate(steps, 1):
         in_a_row, total = (0, total) if applied else (in_a_row + 1, total + 1)
-        trouble = course.trouble(done, applied, {})
+        trouble = course.trouble(done, [Flag(True), Flag(applied)], {})
         assert (course.state.skipped, course.state.in_a_row) == (total, in_a_row)
         assert (trouble is not None) == (in_a_row > most)
         if trouble:
@@ -37,13 +39,35 @@ def test_a_loss_above_the_running_median(losses, spike):
         window = losses[max(0, done - 1 - WINDOW):done - 1]
         above = len(window) >= _LEAST and loss > spike * median(window)
         each = {"net": [torch.tensor(loss - 0.03125), torch.tensor(loss + 0.03125)]}
-        assert silent.trouble(done, True, each) is None and silent.state.losses == {}
+        assert silent.trouble(done, [Flag(True)], each) is None and silent.state.losses == {}
         if abs(loss - spike * median(window or [0])) < 1e-3:
             return                                           # rounding of the mean decides
-        assert (course.trouble(done, True, each) is not None) == above
-        if above:
-            assert course.before(done) == done - 1 and len(course.state.losses["net"]) == len(window)
+        assert course.trouble(done, [Flag(True)], each) is None and (course.state.high is not None) == above
+        if above:                                            # the next step tells
+            assert course.trouble(done + 1, [Flag(True)], each).startswith(f"step {done}: net's loss")
+            assert course.before(done + 1) == done - 1 and len(course.state.losses["net"]) == len(window)
             return
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1.0, 1.5, 40.0, math.inf]), st.booleans(), st.booleans()), max_size=60))
+def test_to_look_or_to_resume_changes_nothing(steps):
+    """Oracle: a course whose state nobody looks at: the same trouble at the same step, and the same state in the end."""
+    faults = Faults(spike=20, max_skipped=2)
+    alone, course = Course(faults), Course(faults)
+    for done, (loss, looks, resumes) in enumerate([(1.0, False, False)] * _LEAST + steps, 1):
+        each = {"net": [torch.tensor(loss)]}
+        applied = [Flag(torch.tensor(float(loss < math.inf)))]
+        trouble = alone.trouble(done, applied, each, done == _LEAST + len(steps))
+        assert course.trouble(done, applied, each, done == _LEAST + len(steps)) == trouble
+        if trouble:
+            assert course.before(done) == alone.before(done)
+            return
+        assert not looks or course.state.good == (loss in (1.0, 1.5))
+        if resumes:
+            course, saved = Course(faults), course.state.model_dump()
+            course.state = parse(saved)
+    assert course.state == alone.state
 
 
 @settings(max_examples=200, deadline=None)

@@ -79,6 +79,19 @@ def test_one_process_is_the_identity(monkeypatch):
     assert group.agree(True) is True and group.agree(False) is False and group.agreed_max(-4) == -4
     assert group.objects({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
     group.barrier()
+    wishes = []
+    ballot = group.Ballot(lambda: bool(wishes))
+    ballot.cast()
+    wishes.append("late")
+    assert ballot.outcome() is True
+
+
+def voted(rank: int, wishes: int) -> bool:
+    """The outcome of a vote, of which the ranks' wishes are bits; after it is cast they exchange something else."""
+    ballot = group.Ballot(lambda: bool(wishes >> rank & 1))
+    ballot.cast()
+    assert group.total(torch.tensor(1)) == group.world()
+    return ballot.outcome()
 
 
 def exchanged(rank: int, rows: dict) -> dict:
@@ -87,6 +100,7 @@ def exchanged(rank: int, rows: dict) -> dict:
     result = {"gather": {name: group.gather(parts[rank]) for name, parts in rows.items()},
               "total": group.total(mine), "mine": mine, "counts": group.total(torch.tensor(2 ** 40 + rank)),
               "agree": [group.agree(bool(flag >> rank & 1)) for flag in range(4)],
+              "votes": [voted(rank, wishes) for wishes in range(4)],
               "max": [group.agreed_max(value) for value in (rank, -rank, 2 ** 53 + rank, -(2 ** 60) - rank)],
               "objects": group.objects({"rank": rank, "text": "x" * 1000 * rank}),
               "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
@@ -120,7 +134,7 @@ def test_total(two):
 def test_agree_and_agreed_max(two):
     """Oracle: any and max of both ranks' values."""
     for heard in two:
-        assert heard["agree"] == [False, True, True, True]
+        assert heard["agree"] == heard["votes"] == [False, True, True, True]
         assert heard["max"] == [1, 0, 2 ** 53 + 1, -(2 ** 60)]
 
 
