@@ -222,7 +222,7 @@ class Checkpoints:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
                 _require_same_shapes(path, part, saved, expected)
-                held = {kind for kind in shards.kinds() if kind not in ("master", *CODES) and not kind.startswith("ema.")}
+                held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
                     if group.rank() == 0:

@@ -2,16 +2,16 @@
 
     adamw       torch's, fused. Where the optimizer is offloaded, DeepSpeed's for the CPU.
     lion        Chen et al. 2023 (arXiv:2302.06675): the sign of a momentum. Half of AdamW's moments.
-    adamw8bit   bitsandbytes' AdamW (Dettmers et al. 2022, arXiv:2110.02861): moments of 8 bits, in blocks of 256 elements
-                of a flat with a scale each. So two layouts agree within the rounding to 8 bits, and not beyond.
+    adamw8bit   bitsandbytes' AdamW (Dettmers et al. 2022, arXiv:2110.02861): moments of 8 bits, in blocks of 256
+                elements of a flat with a scale each. So two layouts agree within the rounding to 8 bits alone.
     muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
                 are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
                 decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in
                 a repeated block (System.decays, System.blocks); a filter counts as (out, the rest). AdamW has the rest:
                 embeddings, first and last layers, gains, biases.
 
-DeepSpeed's own Muon is not used: it clips the orthogonal update in place of the gradient, needs reduce_scatter off at
-stage 3, gathers all matrices on every rank there, and its momentum is out of reach of checkpoints for other stages.
+DeepSpeed 0.19 has a Muon, too. It is not used: it clips the orthogonal update in place of the gradient, needs
+reduce_scatter off at stage 3, and gathers all gradients and momenta whole on every rank there, both before and after.
 
 All but muon change an element by that element's own history, so any partition does. Each parameter group names under
 "moments" what its optimizer keeps of a weight; masters.py hands these to checkpoints.
@@ -32,7 +32,7 @@ from dstrain.recipe import ConfigError, Run
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
 ADAM = ("exp_avg", "exp_avg_sq")
-CODES = ("state1", "absmax1", "state2", "absmax2")       # of bitsandbytes: both moments in 8 bits, and the blocks' scales
+CODES = ("state1", "absmax1", "state2", "absmax2")       # of bitsandbytes: a moment's 8 bits, its blocks' scales
 _BLOCK = 256
 
 
@@ -200,10 +200,10 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """Muon for the groups with a "momentum", AdamW for the others.
 
-    The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices: the
-    rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case. That
-    is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on two ranks, at stage 3 of all,
-    2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
+    The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices:
+    the rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case.
+    That is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on several ranks, at stage 3
+    of all, 2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
     """
 
     def __init__(self, groups: list[Group], **options: Any):

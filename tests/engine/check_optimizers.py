@@ -26,8 +26,8 @@ from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_di
 from tests.engine.check_elastic import History
 
 STEPS, HALF, WORLD = 10, 5, 2
-# A vector instruction rounds Adam's update unlike the scalar ones at the end of a tensor, and Muon makes a rounding error
-# of a gradient large. So what Adam has is a multiple of 16 elements on each rank, and samples fill a matrix's gradient.
+# A vector instruction rounds Adam's update unlike the scalar ones at the end of a tensor, and Muon makes an error by
+# rounding large. So what Adam has is a multiple of 16 elements on each rank, and samples fill a matrix's gradient.
 OUTSIDE, INSIDE, GLOBAL = 64, 47, 128
 LR, BETAS, DECAY, MOMENTUM = 3e-3, (0.9, 0.95), 0.1, 0.9
 NAMES = ("lion", "muon", *(("adamw8bit",) if importlib.util.find_spec("bitsandbytes") else ()))
@@ -134,7 +134,7 @@ def own_half(step: int) -> list[Tensor]:
 class Trial:
     def __init__(self, name: str, stage: int, precision: str, folder: Path):
         micro = GLOBAL // group.world()
-        run = Run.model_validate({"name": "tiny", "seed": SEED, "steps": STEPS, "batch": {"global": GLOBAL, "micro": micro},
+        run = Run.model_validate({"seed": SEED, "steps": STEPS, "batch": {"global": GLOBAL, "micro": micro},
                                   "optimizer": {"name": name, "lr": LR, "betas": BETAS, "weight_decay": DECAY,
                                                 "momentum": MOMENTUM}, "ema": {"decays": ()}})
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}}

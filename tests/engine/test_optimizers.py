@@ -56,8 +56,8 @@ class TestTwoRanks:
 
 @pytest.mark.slow
 def test_moved(trained):
-    """Oracle: the run on two ranks at the stage before: what it saved, bit for bit but for moments of 8 bits, and its next
-    weights. Muon makes the rounding of a gradient's sum large.
+    """Oracle: the run on two ranks at the stage before: what it saved, bit for bit but for moments of 8 bits, and its
+    weights five steps later. Muon makes the rounding of a gradient's sum large.
     """
     launch("tests/engine/check_optimizers.py", "move", trained, trained / "one.json", num=1)
     found = json.loads((trained / "one.json").read_text())
