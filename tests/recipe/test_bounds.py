@@ -49,6 +49,7 @@ EDGES = [
     ("batch.global=6%batch.micro=6", "batch.global=6%batch.micro=12"), ("batch.micro=1", "batch.micro=0"),
     ("optimizer.lr=0", "optimizer.lr=-1e-9"), ("optimizer.betas=[0,0.9999]", "optimizer.betas=[0,1]"),
     ("optimizer.betas=[0.9999,0]", "optimizer.betas=[1,0]"), ("optimizer.betas=[0,0]", "optimizer.betas=[0]"),
+    ("optimizer.momentum=0.9999", "optimizer.momentum=1"), ("optimizer.momentum=0", "optimizer.momentum=-0.1"),
     ("optimizer.lr=0.1%optimizer.final_lr=0.1", "optimizer.lr=0.1%optimizer.final_lr=0.11"),
     ("optimizer.warmup=9%optimizer.decay_steps=10", "optimizer.warmup=10%optimizer.decay_steps=10"),
     ("optimizer.decay_steps=1", "optimizer.decay_steps=0"), ("optimizer.warmup=0", "optimizer.warmup=-1"),
