@@ -154,10 +154,13 @@ class Updates:
             zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
         if weights := zero.persistent_parameters:
-            own = torch.cat([weight.ds_tensor for weight in weights])
-            shares = own.new_empty(dist.get_world_size(zero.dp_process_group), own.numel())
-            dist.all_gather_into_tensor(shares, own, group=zero.dp_process_group)
-            for weight, share in zip(weights, shares.split([weight.ds_tensor.numel() for weight in weights], dim=1)):
+            own, world = torch.cat([weight.ds_tensor for weight in weights]), dist.get_world_size(zero.dp_process_group)
+            if world > 1:
+                whole = own.new_empty(world * own.numel())
+                dist.all_gather_into_tensor(whole, own, group=zero.dp_process_group)
+                own = whole
+            shares = own.view(world, -1).split([weight.ds_tensor.numel() for weight in weights], dim=1)
+            for weight, share in zip(weights, shares):
                 padded = share.numel() > weight.ds_numel
                 weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
                 weight.ds_status = ZeroParamStatus.AVAILABLE
