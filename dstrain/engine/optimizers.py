@@ -254,15 +254,13 @@ class Muon(torch.optim.AdamW):
                 piece.copy_(orthogonal(piece.view(matrix.rows, matrix.columns)).reshape(-1))
         if shared := [matrix for matrix in matrices if len(matrix.pieces) > 1]:
             exchanged(update, shared)
+        update.mul_(applied)
         weights = flat.mul_(1 - lr * group["weight_decay"] * applied).view(-1)
         for matrix in matrices:
             for piece in matrix.pieces:
                 if piece.rank == ranks.rank():
-                    slice_ = update.narrow(0, piece.offset, piece.numel)
                     own = weights.narrow(0, piece.offset, piece.numel)
-                    if isinstance(applied, Tensor):
-                        slice_ = slice_ * applied
-                    own.add_(slice_, alpha=-lr * matrix.factor)
+                    own.add_(update.narrow(0, piece.offset, piece.numel), alpha=-lr * matrix.factor)
         state["step"] += applied
 
 

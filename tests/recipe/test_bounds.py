@@ -21,7 +21,7 @@ DEFAULTS = {
     "data.draft": False, "data.max_bad_fraction": 0.01, "data.workers": None, "data.splits": (0.75, 0.15, 0.1),
     "batch.global": 64, "batch.micro": None,
     "optimizer.name": "adamw", "optimizer.lr": 1e-4, "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8,
-    "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "optimizer.warmup": 0, "optimizer.schedule": "constant",
+    "optimizer.momentum": 0.95, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "optimizer.warmup": 0, "optimizer.schedule": "constant",
     "optimizer.final_lr": 0.0, "optimizer.decay_steps": None, "ema.decays": (0.9999,), "ema.warmup": False,
     "every.report": 50, "every.sample": 500, "every.evaluate": 500, "every.evaluate_samples": 0, "every.save": 500,
     "save.format": "fragments", "save.keep": 2, "save.keep_every": 0, "save.best": False, "save.asynchronous": True,
