@@ -2,15 +2,15 @@
 
     A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank.
                 The norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With
-                an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell. In fp16 the loss scale
-                falls as well.
+                an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell, at once. In fp16 the loss
+                scale falls as well. No setting switches this off.
     The run     counts such steps as `skipped` in its reports, and across resumes. After more than faults.max_skipped of
                 them in a row it goes back to a checkpoint from before, and passes over the batches since (course.py).
                 Where that does not help, FloatingPointError ends it with exit code 3 (command/ending.py): its
                 checkpoints are finite, and the user must change something.
     A save      that is due while steps are skipped is left out. One because the run is stopped then is marked, and
                 pushes out no good one (store.py). A save of weights that are not finite is refused by `check_weights`,
-                with FloatingPointError. Such weights come from settings without the check, or from damaged memory.
+                with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
     Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
                 (track/meter.py). One sample's NaN in a term that is only reported stops nothing.
     Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number

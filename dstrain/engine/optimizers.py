@@ -3,7 +3,8 @@
     adamw       torch's, fused. Where the optimizer is offloaded, DeepSpeed's for the CPU.
     lion        Chen et al. 2023 (arXiv:2302.06675): the sign of a momentum. Half of AdamW's moments.
     adamw8bit   bitsandbytes' AdamW (Dettmers et al. 2022, arXiv:2110.02861): moments of 8 bits, in blocks of 256
-                elements of a flat with a scale each. So two layouts agree within the rounding to 8 bits alone.
+                elements of a flat with a scale each. So two layouts agree within the rounding to 8 bits alone. It takes
+                no found_inf, so DeepSpeed's own step and its host reads stay (updates.py).
     muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
                 are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
                 decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in

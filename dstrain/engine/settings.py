@@ -112,12 +112,13 @@ def for_deepspeed(settings: Settings) -> Settings:
 def remarks(settings: Settings, device_type: str) -> list[str]:
     """What is allowed and worth knowing before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), precision(settings) == "bf16"
-    checked = settings.get("bf16", {}).get("check_grad_overflow", True) if bf16 else zero.get("compute_grad_norm", True)
+    checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
     if stage(settings) == 0 and precision(settings) != "fp32":
         lines.append(f"stage 0 with {precision(settings)} updates weights one by one, slowly: stage 1 does not")
-    if precision(settings) != "fp16" and not checked and stage(settings) > 0:
-        lines.append("DeepSpeed does not look for NaN in the gradients with these settings: a bad step is applied")
+    if not checked:
+        lines.append('"bf16.check_grad_overflow" and "zero_optimization.compute_grad_norm" change nothing here: one '
+                     "norm of all gradients is always computed, and a step where it is not finite is skipped")
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     if wide and offloads_optimizer(settings) and stage(settings) < 3:
         lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "

@@ -6,13 +6,15 @@ stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as t
 AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
 
 That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
-other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run.
+other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step runs, and its checks, too,
+even where the JSON switches them off.
 
 Like masters.py, this file reaches behind DeepSpeed's public interface.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +68,11 @@ class Updates:
             engine.clip_fp32_gradients = lambda: None
         elif self._lean:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
+            if self.stage < 3 and self._zero.overlap_comm:
+                self._zero.independent_gradient_partition_epilogue = partial(
+                    self._end_backward, self._zero.independent_gradient_partition_epilogue)
+        if self.stage in (1, 2):
+            self._zero.check_grad_overflow = self._zero.compute_grad_norm = True        # DeepSpeed's own, where it runs
         if self._searches_scale:
             self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
             self._zero._update_scale = lambda overflow: None              # `settle` does it
@@ -120,6 +127,21 @@ class Updates:
             inner.found_inf = (~self._norm.isfinite()).float()
             factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
+
+    def _end_backward(self, epilogue: Callable[[], None]) -> None:
+        """DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there for the whole
+        device, where it is enough that what follows on the device waits for the reductions.
+        """
+        zero = self._zero
+        zero.reduce_ipg_grads()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().wait_stream(zero.reduction_stream)
+        zero._clear_previous_reduced_grads()
+        zero.overlap_comm = False
+        try:
+            epilogue()
+        finally:
+            zero.overlap_comm = True
 
     @torch.no_grad()
     def _step_stage12(self) -> None:

@@ -95,6 +95,8 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     config = {"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if stage in (1, 2):
+        config["zero_optimization"]["overlap_comm"] = True
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
     engines = Engines(lambda: {"tiny": Tiny()}, run, resolve(config, run, group.world(), "cpu"), decays)
