@@ -32,6 +32,7 @@ from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import advice, check_weights
+from dstrain.engine.optimizers import CODES, from_floats
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
 from dstrain.ranks import group
@@ -158,7 +159,7 @@ class Checkpoints:
     def _entries(self) -> Entries:
         """What this rank writes of each part: live values."""
         return {part: [(kind, fragment, view) for kind, flats in self._kinds(part, self._native)
-                       for fragment, view in masters.own_views(flats)]
+                       for fragment, view in masters.own_views(flats)] + list(masters.own_codes())
                 for part, masters in self._engines.masters.items()}
 
     def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> Hashes:
@@ -223,7 +224,7 @@ class Checkpoints:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
                 _require_same_shapes(path, part, saved, expected)
-                held = {kind for kind in shards.kinds() if kind != "master" and not kind.startswith("ema.")}
+                held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
                     if group.rank() == 0:
@@ -239,8 +240,13 @@ class Checkpoints:
                 if source in shards.kinds():
                     for fragment, view in masters.views(flats):
                         view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
+                    if kind in masters.kinds:
+                        masters.set_moments(kind, flats)
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
+            for kind, name, codes in masters.codes():
+                if not anew and name in shards.names(kind):
+                    from_floats(codes, shards.read(kind, name))
         buffers = _within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:

@@ -13,6 +13,7 @@ parameter at stage 0. A fragment is the part of one named parameter that lies in
     stage 0 fp32      the parameters themselves, on every rank
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
-from dstrain.engine.optimizers import Muon, full_shape, state_of
+from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, moment, set_moment, state_of
 from dstrain.engine.updates import Updates
 from dstrain.ranks import group
 
@@ -201,9 +202,35 @@ class Masters(Updates):
         return list(dict.fromkeys(kind for group_ in self._inner().param_groups for kind in group_["moments"]))
 
     def moments(self, kind: str) -> list[Tensor | None]:
-        """A moment in the masters' layout, None for flats without; zeros are made where no step was taken yet."""
-        return [self._state(number)[kind] if kind in self._own_kinds(number) else None
+        """A moment in the masters' layout, None for flats without; zeros are made where no step was taken yet.
+
+        They are the optimizer's own, but for moments of 8 bits: `set_moments` takes back what was written into these.
+        """
+        return [moment(self._state(number), kind) if kind in self._own_kinds(number) else None
                 for number in range(len(self.flats))]
+
+    def set_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
+        for number, flat in enumerate(values):
+            if flat is not None:
+                set_moment(self._state(number), kind, flat)
+
+    def codes(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
+
+        Filled from fp32 they would get other scales than they had; with these a run goes on bit for bit.
+        """
+        for number, flat in enumerate(self.flats):
+            state = self._state(number)
+            pieces = [(fragment, offset) for fragment, flat_number, offset in self.fragments if flat_number == number]
+            layout = f"{zlib.crc32(repr((flat.numel(), pieces)).encode()):08x}-{number}"
+            yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
+
+    def own_codes(self) -> Iterator[tuple[str, Fragment, Tensor]]:
+        """`codes` as entries of a checkpoint: whatever is equal on all ranks on one of them only."""
+        for number, (kind, name, tensor) in enumerate(self.codes()):
+            if not self.replicated or number % group.world() == group.rank():
+                values = as_floats(tensor)
+                yield kind, Fragment(name, (values.numel(),), 0, values.numel()), values
 
     def _own_kinds(self, number: int) -> tuple[str, ...]:
         return self._inner().param_groups[self._groups[number]]["moments"]

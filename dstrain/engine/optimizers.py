@@ -2,15 +2,17 @@
 
     adamw       torch's, fused. Where the optimizer is offloaded, DeepSpeed's for the CPU.
     lion        Chen et al. 2023 (arXiv:2302.06675): the sign of a momentum. Half of AdamW's moments.
-    adamw8bit   bitsandbytes' AdamW: moments of 8 bits, quantised in blocks of 256 elements.
+    adamw8bit   bitsandbytes' AdamW (Dettmers et al. 2022, arXiv:2110.02861): moments of 8 bits, in blocks of 256
+                elements of a flat with a scale each. So two layouts agree within the rounding to 8 bits alone. It takes
+                no found_inf, so DeepSpeed's own step and its host reads stay (updates.py).
     muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
                 are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
                 decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in
                 a repeated block (System.decays, System.blocks); a filter counts as (out, the rest). AdamW has the rest:
                 embeddings, first and last layers, gains, biases.
 
-DeepSpeed's own Muon is not used: it clips the orthogonal update in place of the gradient, needs reduce_scatter off at
-stage 3, gathers all matrices on every rank there, and its momentum is out of reach of checkpoints for other stages.
+DeepSpeed 0.19 has a Muon, too. It is not used: it clips the orthogonal update in place of the gradient, needs
+reduce_scatter off at stage 3, and gathers all gradients and momenta whole on every rank there, both before and after.
 
 All but muon change an element by that element's own history, so any partition does. Each parameter group names under
 "moments" what its optimizer keeps of a weight; masters.py hands these to checkpoints.
@@ -31,7 +33,8 @@ from dstrain.recipe import ConfigError, Run
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
 ADAM = ("exp_avg", "exp_avg_sq")
-BLOCK = 256                                    # elements of an 8-bit moment that share a scale
+CODES = ("state1", "absmax1", "state2", "absmax2")       # of bitsandbytes: a moment's 8 bits, its blocks' scales
+_BLOCK = 256
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
@@ -86,13 +89,51 @@ def state_of(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence
     state = optimizer.state[weight]
     if not state:
         if type(optimizer).__name__ == "AdamW8bit":
+            groups = optimizer.param_groups                  # at stage 3 they hold weights within a step only
+            optimizer.param_groups = [{**groups[0], "params": [weight]}]
             optimizer.init_state(optimizer.param_groups[0], weight, 0, 0)
+            optimizer.param_groups = groups
             return state
         counted = getattr(optimizer, "_step_supports_amp_scaling", False)          # on the device, that is
         counter = torch.tensor(0.0, device=weight.device if counted else "cpu")
         state["step"] = 0 if type(optimizer).__name__ == "DeepSpeedCPUAdam" else counter
         state.update((moment, torch.zeros_like(weight.detach())) for moment in moments)
     return state
+
+
+def moment(state: dict[str, Any], kind: str) -> Tensor:
+    """A moment in fp32, as it lies in the state; of 8 bits a copy, which `set_moment` takes back."""
+    if kind in state:
+        return state[kind]
+    number = 1 + ADAM.index(kind)
+    if f"absmax{number}" not in state:                       # bitsandbytes keeps small tensors in fp32
+        return state[f"state{number}"]
+    from bitsandbytes.functional import dequantize_blockwise
+    codes = state[f"state{number}"]
+    return dequantize_blockwise(codes.view(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"],
+                                blocksize=_BLOCK).view_as(codes)
+
+
+def set_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
+    """Writes the copy that `moment` has returned into a state of 8 bits."""
+    if "absmax1" not in state:
+        return
+    from bitsandbytes.functional import quantize_blockwise
+    number = 1 + ADAM.index(kind)
+    codes, scales = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=_BLOCK)
+    state[f"state{number}"].view(-1).copy_(codes)
+    state[f"absmax{number}"].copy_(scales.absmax)
+
+
+def as_floats(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
+    octets = tensor.view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
+
+
+def from_floats(tensor: Tensor, values: Tensor) -> None:
+    """Gives a tensor the bytes that `as_floats` took from it."""
+    tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[:tensor.nbytes])
 
 
 class Lion(torch.optim.Optimizer):
@@ -161,10 +202,10 @@ class Matrix:
 class Muon(torch.optim.AdamW):
     """Muon for the groups with a "momentum", AdamW for the others.
 
-    The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices: the
-    rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case. That
-    is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on two ranks, at stage 3 of all,
-    2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
+    The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices:
+    the rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case.
+    That is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on several ranks, at stage 3
+    of all, 2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
     """
 
     def __init__(self, groups: list[Group], **options: Any):
@@ -215,15 +256,13 @@ class Muon(torch.optim.AdamW):
                 piece.copy_(orthogonal(piece.view(matrix.rows, matrix.columns)).reshape(-1))
         if shared := [matrix for matrix in matrices if len(matrix.pieces) > 1]:
             exchanged(update, shared)
+        update.mul_(applied)
         weights = flat.mul_(1 - lr * group["weight_decay"] * applied).view(-1)
         for matrix in matrices:
             for piece in matrix.pieces:
                 if piece.rank == ranks.rank():
-                    slice_ = update.narrow(0, piece.offset, piece.numel)
                     own = weights.narrow(0, piece.offset, piece.numel)
-                    if isinstance(applied, Tensor):
-                        slice_ = slice_ * applied
-                    own.add_(slice_, alpha=-lr * matrix.factor)
+                    own.add_(update.narrow(0, piece.offset, piece.numel), alpha=-lr * matrix.factor)
         state["step"] += applied
 
 

@@ -310,7 +310,7 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
             yield (f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                    f"{stage(settings)}: remove it or raise the stage")
     if run.optimizer.name != "adamw" and offloads_optimizer(settings):
-        yield (f'"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone, and optimizer.name '
+        yield ('"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone; optimizer.name '
                f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw")
     if run.optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"

@@ -263,8 +263,8 @@ class Run(Section):
         _refuse(
             (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
              "them, or add it to ema.decays"),
-            (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed: DeepSpeed's own "
-             f"files hold the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
+            (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed holds "
+             f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
             (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),
         )
         return self

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
+from dstrain.engine import optimizers
 from dstrain.engine.settings import resolve
 from dstrain.recipe import ConfigError, Run
-from tests.engine.check_optimizers import CASES, HALF, MOVES, STEPS
+from tests.engine.check_optimizers import CASES, HALF, MOVES, NAMES, STEPS
 from tests.support.launch import launch
 
 CASE_NAMES = ["-".join(map(str, case)) for case in CASES]
@@ -28,13 +30,13 @@ def figures(trained):
 class TestTwoRanks:
     @pytest.mark.parametrize("case", CASE_NAMES)
     def test_weights(self, figures, case):
-        """Oracle: ten steps of the publication's algorithm, or of torch.optim.Muon, on whole weights in fp32; 8 bits keep
-        the weights within a few hundredths of AdamW's way, bf16 within a tenth.
+        """Oracle: ten steps on whole weights in fp32 by the formula of Lion, by torch.optim.Muon with AdamW, and by
+        bitsandbytes. Its blocks are other ones at stages 1 to 3, and bf16 rounds: then within a twentieth of the way.
         """
         found = figures[case]
-        if "bf16" not in case and "8bit" not in case:
+        if "bf16" not in case and ("8bit" not in case or "-0-" in case):
             assert found["furthest"] < 1e-6
-        assert found["mean"] < 0.1 * found["moved"]
+        assert found["mean"] < 0.05 * found["moved"]
         assert found["updates"] == STEPS
 
     @pytest.mark.parametrize("case", CASE_NAMES)
@@ -56,13 +58,21 @@ class TestTwoRanks:
 
 @pytest.mark.slow
 def test_moved(trained):
-    """Oracle: the run on two ranks at the stage before, without a break."""
+    """Oracle: ten steps of plain torch; then the run on two ranks at the stage before: what it saved, bit for bit but
+    for moments of 8 bits, and its weights five steps later. Muon makes the rounding of a gradient's sum large.
+    """
     launch("tests/engine/check_optimizers.py", "move", trained, trained / "one.json", num=1)
     found = json.loads((trained / "one.json").read_text())
+    assert all(found.pop(f"{name} alone") < 1e-6 for name in NAMES)
     assert len(found) == len(MOVES)
     for case, figures in found.items():
         assert figures["resumed"] == HALF
-        assert figures["mean"] < (0.05 if "8bit" in case else 1e-3) * figures["moved"], case
+        if "8bit" in case:
+            assert not any(key.startswith(("master", "n")) for key in figures["differ"]), case
+            assert figures["moments"] < 0.05, case
+        else:
+            assert figures["differ"] == [], case
+        assert figures["mean"] < (1e-5 if "lion" in case else 0.02) * figures["moved"], case
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
@@ -86,6 +96,13 @@ def test_block_of_the_json():
     resolve({"optimizer": {"type": "Lion"}}, run, 1, "cpu")
     with pytest.raises(ConfigError, match="optimizer.type"):
         resolve({"optimizer": {"type": "AdamW"}}, run, 1, "cpu")
+
+
+def test_muon_needs_matrices():
+    """Oracle: the system's list of repeated blocks, which is empty."""
+    run = Run.model_validate({"optimizer": {"name": "muon"}})
+    with pytest.raises(ConfigError, match="Linear has no matrices in repeated blocks"):
+        optimizers.build(torch.nn.Linear(3, 3), run, lambda name, weight: weight.ndim >= 2, ())
 
 
 def test_own_files_of_deepspeed_are_refused():
