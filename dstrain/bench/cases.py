@@ -36,7 +36,7 @@ _TARGETS: dict[int, dict[str, dict[str, float]]] = {
 
 # Switches of the recipe whose every choice gets a row where the recipe has them; and values of those that are numbers.
 _CHOICES = ("compile", "model.recompute", "optimizer.name")
-_VALUES = ("optimizer.clip=1.0", "ema.decays=[]", "ema.decays=[0.9999,0.999]", "batch.micro=64")
+_VALUES = ("optimizer.clip=1.0", "ema.decays=[]", "ema.decays=[0.9999,0.999]")
 _ZERO = {"overlap_comm": {"overlap_comm": False}, "compute_grad_norm": {"compute_grad_norm": False},
          "reduce_bucket_size": {"reduce_bucket_size": 500_000_000}}
 
@@ -81,6 +81,7 @@ def _ablation() -> Iterator[Case]:
     yield case(5, "the recipe as shipped")
     for override in [override for key in _CHOICES for override in choices(key)] + list(_VALUES):
         yield case(5, override, overrides=(override,))
+    yield case(5, "4 micro-batches", accumulation=4)
     yield case(6, "zero1.json as shipped")
     for stage in (0, 2, 3):
         yield case(6, f"stage {stage}", stage=stage)

@@ -42,12 +42,8 @@ class Trial:
     def state(self) -> State:
         """Copies of masters, moments and averages by name, whatever the layout, and the system's own."""
         values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
-        for part, masters in self.trained.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds},
-                     **{f"ema {decay}": flats for decay, flats in self.trained.ema.flats.get(part, {}).items()}}
-            values |= {f"{part}/{kind}/{fragment.name}": view.clone() for kind, flats in kinds.items()
-                       for fragment, view in masters.views(flats)}
-        return values
+        return values | {f"{part}/{kind}/{fragment.name}": value.clone()
+                         for part, entries in self.saves._entries().items() for kind, fragment, value in entries}
 
 
 def check(record: Record, system: str, precision: str, stages: tuple[int, ...], compiled: bool) -> None:

@@ -45,17 +45,14 @@ def stall(record: Record, stage: int) -> None:
     """What training waits for while a checkpoint of DiT-XL/2 is written, against a copy of its bytes to the host."""
     trained, _ = _trained(record, stage)
     trained.step(0)
-    values = [flat.detach() for part, masters in trained.engines.masters.items()
-              for flats in (masters.flats, *map(masters.moments, masters.kinds), *trained.ema.flats.get(part, {}).values())
-              for flat in flats]
-    size = 4 * sum(flat.numel() for flat in values)
-    cuda = group.device().type == "cuda"
-    target = torch.empty(max(flat.numel() for flat in values), pin_memory=cuda)
-    copy = min(measured(lambda: [target[:flat.numel()].copy_(flat.view(-1)) for flat in values], group.device())[0]
-               for _ in range(3))
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         lines: list[str] = []
         saves = Checkpoints(Path(folder), trained.engines, trained.ema, trained.system, Save(), lines.append)
+        values = [value for entries in saves._entries().values() for _, _, value in entries]
+        size = 4 * sum(value.numel() for value in values)
+        target = torch.empty(max(value.numel() for value in values), pin_memory=group.device().type == "cuda")
+        copy = min(measured(lambda: [target[:value.numel()].copy_(value) for value in values], group.device())[0]
+                   for _ in range(3))
         waits = []
         for number in (1, 2):                # the first makes the buffers
             waits.append(measured(lambda: saves.save(number), group.device())[0])
@@ -91,13 +88,17 @@ def first_command(record: Record) -> None:
 
 
 def ema_beside_copy(trained: Dstrain, elements: int = 2 ** 24, rounds: int = 20) -> dict[str, Times]:
-    """Times of one average's update and of a copy of the same elements, in turns of so many elements at least."""
-    masters, part = trained.engines.masters, next(iter(trained.ema.flats))
+    """Times of one average's update and of a copy of the same elements, in turns of so many elements at least.
+
+    After a step that was applied.
+    """
+    masters, applied = trained.engines.masters, trained.engines.applied()
+    part = next(part for part in trained.ema.flats if part in applied)
     decay = next(iter(trained.ema.flats[part]))
     trained.ema.flats = {part: {decay: trained.ema.flats[part][decay]}}
     live = [flat.detach() for flat in masters[part].flats]
     copies = [flat.clone() for flat in live]
-    works = {"EMA": lambda: trained.ema.update(trained.run.steps, {part: True}),
+    works = {"EMA": lambda: trained.ema.update(trained.run.steps, {part: applied[part]}),
              "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)]}
     times = {name: Times() for name in works}
     calls = max(1, elements // max(sum(flat.numel() for flat in live), 1))

@@ -1,7 +1,7 @@
 """The two sides of a comparison: dstrain's own step, and the plain PyTorch loop over the same networks and batches.
 
     dstrain      the loop's take_step and EmaShadow.update, under a DeepSpeed config
-    plain        bf16 weights with fp32 masters (or fp32), AdamW, fused on a GPU, gradient clipping, one foreach lerp an
+    plain        bf16 weights with fp32 masters (or fp32), fused AdamW, gradient clipping, one foreach lerp an
                  average; compiled by block where dstrain compiles. One process, any number of networks.
 
 Rivals that others use stand in rivals.py.
@@ -159,10 +159,8 @@ class Plain:
 
 
 def adamw(run: Run, system: System, module: nn.Module, weights: list[nn.Parameter],
-          fused: bool | None = None) -> torch.optim.AdamW:
-    """torch's AdamW over `weights`, the module's parameters or copies of them, in two groups of decay; fused on a GPU.
-    """
-    fused = (torch.cuda.is_available() or None) if fused is None else fused
+          fused: bool = True) -> torch.optim.AdamW:
+    """torch's AdamW over `weights`, the module's parameters or copies of them, in two groups of decay."""
     named = list(zip(weights, (name for name, _ in module.named_parameters())))
     groups = [{"params": [weight for weight, name in named if system.decays(name, weight) == decayed],
                "weight_decay": run.optimizer.weight_decay * decayed} for decayed in (True, False)]

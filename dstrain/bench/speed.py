@@ -27,15 +27,16 @@ _KERNELS = 20                                # of a profile that the JSON keeps
 
 
 def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overrides: Sequence[str] = (),
-           stage: int = 1, precision: str = "bf16", zero: dict[str, Any] | None = None, rounds: int = 4, steps: int = 4,
-           targets: dict[str, dict[str, float]] | None = None) -> None:
-    """Times `sides` at that batch; a dry run takes two samples and two steps. `targets`: bounds of rows by name."""
+           stage: int = 1, precision: str = "bf16", zero: dict[str, Any] | None = None, accumulation: int = 1,
+           rounds: int = 4, steps: int = 4, targets: dict[str, dict[str, float]] | None = None) -> None:
+    """Times `sides` at that batch. `targets`: bounds of rows by name. A dry run has two samples in a micro-batch."""
     start()
     device, targets = group.device(), targets or {}
     if precision == "fp16" and device.type == "cpu":
         return record.left_out("fp16 needs a GPU")
-    batch, rounds, steps = (2, 1, 1) if record.dry else (batch, rounds, steps)
-    run = jobs.published(recipe, record.dry, [f"batch.global={batch}", *overrides])
+    batch, rounds, steps = (2 * accumulation, 1, 1) if record.dry else (batch, rounds, steps)
+    run = jobs.published(recipe, record.dry, [f"batch.global={batch}", f"batch.micro={batch // accumulation}",
+                                              *overrides])
     settings = jobs.settings(run, stage, precision, **(zero or {}))
     system, first = system_of(run), run.steps // 2            # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
