@@ -229,7 +229,7 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     assert snapshot.available_memory() > 1e6
     read = Path.read_text
-    for text, bytes_ in (("MemTotal: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("MemTotal: 9 kB\n", sys.maxsize)):
+    for text, bytes_ in (("Total: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("Total: 9 kB\n", sys.maxsize)):
         monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
         assert snapshot.available_memory() == bytes_
 
