@@ -71,7 +71,7 @@ TESTS = {
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
     "dstrain/engine/channels_last.py": ["tests/systems/iddpm/test_network.py"],
     "dstrain/engine/streams.py": ["tests/engine/test_index.py", "tests/test_consolidate.py"],
-    "dstrain/engine/torch_files.py": ["tests/test_consolidate.py"],
+    "dstrain/engine/torch_files.py": ["tests/engine/test_torch_files.py", "tests/test_consolidate.py"],
     "dstrain/engine/deepspeed_files.py": ["tests/test_consolidate.py", "tests/engine/test_deepspeed_files.py"],
     "dstrain/engine/fragments.py": ["tests/engine/test_index.py", "tests/engine/test_fragments.py"],
     "dstrain/engine/fragment_files.py": ["tests/engine/test_index.py", "tests/engine/test_fragments.py",
