@@ -260,6 +260,19 @@ def test_words_of_two_threads_do_not_mix(tmp_path, on_ranks):
         assert result == {"right": True, "steps": [4, 5], "newest": 5}
 
 
+def test_a_save_is_reported_once(tmp_path):
+    """Oracle: by hand: one line, however often one looks before the next save."""
+    trial = Trial(tmp_path)
+    trial.save(1)
+    while trial.saver.under_way:
+        time.sleep(0.01)
+    for _ in range(3):
+        trial.saver.look()
+    trial.saver.settle()
+    trial.saver.look()
+    assert len(trial.reports) == 1
+
+
 def test_how_long_training_waited(tmp_path):
     """Oracle: the clock around the call: no save takes training longer than it takes, and none less than nothing."""
     for asynchronous in (True, False):
