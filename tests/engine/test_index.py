@@ -110,7 +110,8 @@ def test_headers(tmp_path, monkeypatch):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .offsets that do not fit a shape"):
             read_header(path)
-    for old, new in ((b"[34,42]", b"[35,43]"), (b"[34,42]", b"[90,98]"), (b"[0,24]", b"[24,0]"), (b"[0,24]", b"[-4,20]")):
+    for old, new in ((b"[34,42]", b"[35,43]"), (b"[34,42]", b"[90,98]"), (b"[0,24]", b"[24,0]"),
+                     (b"[0,24]", b"[-4,20]")):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .*(offsets outside of the file|delimiter)"):
             read_header(path)

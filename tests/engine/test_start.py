@@ -61,6 +61,7 @@ def alone(rank: int) -> None:
     start(timeout_minutes=3)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+    assert os.environ["MASTER_PORT"] != "20000"   # which jobs of Slurm without a number share
     assert group.started() and group.world() == 1
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=3)
     store = dist.distributed_c10d._get_default_store()
