@@ -1,6 +1,7 @@
 """Process groups without a launch: this process alone as a rank, or ranks that are forked from it."""
 
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,8 +58,8 @@ def _import_all() -> None:
     """What every engine imports. DeepSpeed collects garbage for each engine of stage 3: not among all these modules."""
     from dstrain.engine import prepare_environment
     prepare_environment()
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3  # noqa: F401
+    for name in ("muon.muon_optimizer", "stage3"):
+        importlib.import_module(f"deepspeed.runtime.zero.{name}")
     gc.collect()
     gc.freeze()
 

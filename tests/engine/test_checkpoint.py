@@ -1,18 +1,11 @@
-"""Checkpoints of real engines, on one rank in this process: which one is loaded, what it restores, what is refused."""
+"""Checkpoints of real engines on one rank: which one is loaded, what it restores, what is refused, the way back."""
 
-import json
-import math
-import os
-import re
-import shutil
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from dstrain.engine.checkpoint import Checkpoints, ema_decays, read_weights
@@ -20,7 +13,7 @@ from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import MOMENTS
-from dstrain.recipe import ConfigError, Ema, Faults, NotRead, NotSaved, Save
+from dstrain.recipe import ConfigError, Ema, Faults, NotRead, Save
 from tests.engine.test_masters import LR, engines_of, same, step, weights
 from tests.support.tiny import Tiny
 
@@ -100,7 +93,7 @@ class Trial:
                 state |= {f"{part}/{kind}/{number}": flat.detach().clone() for number, flat in enumerate(flats)}
             network = self.engines.modules[part]
             state |= {f"{part}/table": network.scale.table.clone(), f"{part}/count": network.count.clone(),
-                      f"{part}/updates": torch.tensor(masters.updates), f"{part}/skipped": torch.tensor(masters.skipped)}
+                      f"{part}/counts": torch.tensor([masters.updates, masters.skipped])}
         return state
 
 
@@ -126,7 +119,7 @@ def damage(folder: Path, number: int) -> None:
 
 
 def test_the_newest_and_others(run):
-    """Oracle: what the run held at each step: the newest without a word, another by its name, as often as it is named."""
+    """Oracle: what the run held at each step: the newest without a word, another by its name, as often as one likes."""
     folder, states = run
     trial = Trial(folder)
     trial.steps(7, 8)
@@ -148,7 +141,8 @@ def test_damaged_ones(run):
     folder, states = run
     damage(folder, 4)
     trial = Trial(folder)
-    assert trial.saves.resume() == 3 and same(trial.state(), states[3]) and "is damaged and passed over" in trial.lines[0]
+    assert trial.saves.resume() == 3 and same(trial.state(), states[3])
+    assert len(trial.lines) == 1 and "is damaged and passed over" in trial.lines[0]
     with pytest.raises(ConfigError, match="--step 4: that checkpoint is not whole"):
         Trial(folder).saves.resume(4)
     for number in (1, 2, 3):
@@ -242,7 +236,7 @@ def test_what_one_process_reads(run):
         assert torch.equal(read[name], value) and not torch.equal(read[name], averaged[name])
     assert torch.equal(read["count"], torch.full((2,), 3)) and torch.equal(read["scale.table"], averaged["scale.table"])
     assert ema_decays(path, "a") == [0.5, 0.9] and ema_decays(path, "b") == []
-    with pytest.raises(ConfigError, match="holds no ema.0.7 of a; it holds master, exp_avg, exp_avg_sq, ema.0.5, ema.0.9"):
+    with pytest.raises(ConfigError, match="no ema.0.7 of a; it holds master, exp_avg, exp_avg_sq, ema.0.5, ema.0.9"):
         read_weights(path, "a", "ema.0.7")
     with pytest.raises(ConfigError, match="no file c-"):
         read_weights(path, "c")
@@ -252,7 +246,7 @@ def test_what_does_not_fit(run):
     """Oracle: the names that differ, of networks, weights and buffers."""
     folder, _ = run
     for words, message in (({"parts": ("a",)}, "holds the networks a, b; this run trains a:"),
-                           ({"network": Narrow}, r"does not fit this a: last.weight is \(3, 17\) there and \(2, 17\) here"),
+                           ({"network": Narrow}, r"fit this a: last.weight is \(3, 17\) there and \(2, 17\) here"),
                            ({"network": Counted}, r"does not fit this a: count is \(2,\) there and \(3,\) here")):
         with pytest.raises(ConfigError, match=message):
             Trial(folder, **words).saves.resume()
@@ -292,110 +286,3 @@ def test_a_storage_that_fails(run):
     trial.saves.__class__ = Broken
     with pytest.raises(NotRead, match="step_00000004 cannot be read, though it verified just now .*Input/output error"):
         trial.saves.resume()
-
-
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_deepspeeds_own_files(tmp_path, stage):
-    """Oracle: the live run; at another stage they are refused, untrusted as well; an added average starts anew."""
-    native = Save(keep=9, format="deepspeed")
-    trial = Trial(tmp_path, stage, save=native, decays=(0.5,))
-    trial.steps(0, 2)
-    trial.saves.save(2, last=True)
-    path, state = tmp_path / "step_00000002", trial.state()
-    assert not list(path.rglob("latest"))                     # a pointer of DeepSpeed's, which knows no whole and half
-    assert not trial.saves.saver.under_way and {file.parent.name for file in path.glob("deepspeed/*/*.pt")} == {"a", "b"}
-    for save in (native, Save(keep=9)):                       # the format in which this run saves does not matter
-        again = Trial(tmp_path, stage, save=save, decays=(0.5,), trust=True)
-        again.steps(5, 6)
-        assert again.saves.resume() == 2 and same(again.state(), state)
-    added = Trial(tmp_path, stage, save=native, decays=(0.5, 0.75), trust=True)
-    assert added.saves.resume() == 2
-    flats = added.engines.masters["a"].flats
-    assert all(torch.equal(x, y) for x, y in zip(added.ema.flats["a"][0.75], flats, strict=True))
-    assert all(torch.equal(flat, state[f"a/master/{number}"]) for number, flat in enumerate(flats))
-    assert added.lines == ["step_00000002 holds no ema.0.75 of a: it starts from the weights"]
-    with pytest.raises(ConfigError, match="give --trust-pickle"):
-        Trial(tmp_path, stage).saves.resume()
-    other = stage % 3 + 1
-    with pytest.raises(ConfigError, match=f"at stage {stage} on 1 ranks, and resumes only so; this run has stage {other} "
-                       f"and 1 ranks"):
-        Trial(tmp_path, other, trust=True, decays=(0.5,)).saves.resume()
-    with pytest.raises(ConfigError, match="holds the weights of b in DeepSpeed's own files"):
-        read_weights(path, "b")
-    assert read_weights(path, "a", "ema.0.5").keys() == trial.engines.modules["a"].state_dict().keys()
-    with pytest.raises(FloatingPointError, match="which only --trust-pickle reads"):
-        trial.saves.go_back(3, "bad")
-    assert again.saves.go_back(3, "bad") == 2
-
-
-class Large(Tiny):
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(600, 600)
-
-
-@pytest.mark.parametrize("stage, form", [(0, "fragments"), (2, "fragments"), (2, "deepspeed")])
-def test_the_room_that_is_asked_for(tmp_path, monkeypatch, stage, form):
-    """Oracle: the size of what is written: it is asked for, with no more than a third and two megabytes beside it."""
-    trial = Trial(tmp_path, stage, save=Save(format=form, asynchronous=False), network=Large, parts=("a",))
-    trial.saves.save(1, last=True)
-    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
-    with pytest.raises(NotSaved, match="step 2 could not be saved"):
-        trial.saves.save(2, last=True)
-    asked = float(re.search(r"([\d.]+) MB are needed", trial.lines[-1])[1]) * 1e6
-    assert asked < 4 / 3 * size + 2e6 and size > 5e6
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=asked + 1e5))
-    trial.saves.save(2, last=True)
-
-
-def test_modes_and_metadata(tmp_path):
-    """Oracle: the mode of a file that Python makes under this umask; the network's name in the header of its shard."""
-    before = os.umask(0o027)
-    try:
-        Trial(tmp_path / "run").saves.save(1, last=True)
-    finally:
-        os.umask(before)
-    for path in (tmp_path / "run" / "step_00000001").iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
-    with safe_open(tmp_path / "run" / "step_00000001" / "b-00000-of-00001.safetensors", "pt") as file:
-        assert file.metadata()["part"] == "b"
-    with safe_open(tmp_path / "run" / "step_00000001" / "common.safetensors", "pt") as file:
-        assert set(file.keys()) == {"system/values", *(f"buffer/{part}/{name}" for part in "ab"
-                                                       for name in ("scale.table", "count"))}
-        counters = json.loads(file.metadata()["counters"])
-    assert counters == {part: {"updates": 0, "skipped": 0, "stage": 0, "scaler": {}} for part in "ab"}
-
-
-def test_a_save_beside_training(tmp_path):
-    """Oracle: the values at the call, although training goes on: buffers and the system's state as well as weights."""
-    trial = Trial(tmp_path, save=Save(keep=9))
-    trial.steps(0, 1)
-    trial.saves.save(1)
-    state = trial.state()
-    trial.steps(1, 3)
-    trial.saves.saver.settle()
-    again = Trial(tmp_path)
-    assert again.saves.resume() == 1 and same(again.state(), state)
-    assert trial.saved == [1] and any(line.startswith("saved step 1") for line in trial.lines)
-
-
-@pytest.mark.parametrize("stage", (0, 2))
-def test_weights_that_are_not_finite(tmp_path, stage):
-    """Oracle: by hand: nothing is saved, and the steps that are there are named, also those put aside."""
-    trial = Trial(tmp_path, stage)
-    flat = list(trial.engines.masters["b"].own_views(trial.engines.masters["b"].flats))[-1][1]
-    kept = flat[-1].item()
-    flat[-1] = math.nan
-    with pytest.raises(FloatingPointError, match="the weights of step 5 are not finite and are not saved. .* holds no "
-                       "checkpoint"):
-        trial.saves.save(5)
-    flat[-1] = kept
-    trial.saves.save(5)
-    trial.saves.save(6)
-    trial.saves.store.set_aside(5)
-    flat[0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"the steps 5 \(put aside: 6\)"):
-        trial.saves.save(7)
-    assert trial.saves.store.steps() == [5]

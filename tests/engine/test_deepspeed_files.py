@@ -195,6 +195,9 @@ def test_refused(saved, tmp_path):
     refused("plain2-fp32", "--step 3: .* give --tag", step=3)
     refused("plain2-fp32", "several checkpoints .* --tag second | third",
             lambda tag: (shutil.copytree(tag, tag.with_name("second")), tag.with_name("latest").unlink()))
+    for name in ("__metadata__", 3):
+        refused("plain2-fp32", f"a weight named {name!r}", lambda tag: resaved(tag, model, module={
+            **torch.load(tag / model, weights_only=False)["module"], name: torch.ones(2)}))
     refused("plain0-bf16", "only in BF16: the fp32 weights of stage 0 are kept without names")
     for name in (second, model):
         refused("plain2-fp32", f"{name} is truncated, damaged",

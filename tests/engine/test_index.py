@@ -110,6 +110,11 @@ def test_headers(tmp_path, monkeypatch):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .offsets that do not fit a shape"):
             read_header(path)
+    for old, new in ((b"[34,42]", b"[35,43]"), (b"[34,42]", b"[90,98]"), (b"[0,24]", b"[24,0]"),
+                     (b"[0,24]", b"[-4,20]")):
+        path.write_bytes(header.replace(old, new) + bytes(42))
+        with pytest.raises(ConfigError, match="no readable safetensors file .*(offsets outside of the file|delimiter)"):
+            read_header(path)
     length = len(header) - 8
     for limit, fits in ((length, True), (length - 1, False)):
         monkeypatch.setattr(streams, "_MAX_HEADER", limit)

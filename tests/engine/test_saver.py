@@ -229,7 +229,7 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     assert snapshot.available_memory() > 1e6
     read = Path.read_text
-    for text, bytes_ in (("MemTotal: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("MemTotal: 9 kB\n", sys.maxsize)):
+    for text, bytes_ in (("Total: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("Total: 9 kB\n", sys.maxsize)):
         monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
         assert snapshot.available_memory() == bytes_
 
@@ -258,6 +258,19 @@ def test_words_of_two_threads_do_not_mix(tmp_path, on_ranks):
     for rank in (0, 1):
         result = json.loads((tmp_path / f"{rank}.json").read_text())
         assert result == {"right": True, "steps": [4, 5], "newest": 5}
+
+
+def test_a_save_is_reported_once(tmp_path):
+    """Oracle: by hand: one line, however often one looks before the next save."""
+    trial = Trial(tmp_path)
+    trial.save(1)
+    while trial.saver.under_way:
+        time.sleep(0.01)
+    for _ in range(3):
+        trial.saver.look()
+    trial.saver.settle()
+    trial.saver.look()
+    assert len(trial.reports) == 1
 
 
 def test_how_long_training_waited(tmp_path):

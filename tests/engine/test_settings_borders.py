@@ -9,7 +9,7 @@ import torch
 
 from dstrain import recipe
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError
 from tests.engine.test_settings import ROOT, faults
 
 
@@ -58,8 +58,7 @@ def test_the_other_name_of_bf16():
 
 @pytest.mark.parametrize("total, world, fits", [(10, 4, "8 or 12"), (3, 4, "4"), (4, 3, "3 or 6"), (1, 2, "2")])
 def test_batches_that_would_fit(total, world, fits):
-    """Oracle: the multiples of the world size next to the batch, none of them zero. The recipe is at fault, not the JSON.
-    """
+    """Oracle: the multiples of the world size next to the batch, none of them zero; the JSON is not at fault."""
     text = faults({}, f"batch.global={total}", world=world)
     assert f"write batch.global={fits}, or start" in text and "ds_config" not in text
     micro, accumulation = settings.micro_and_accumulation(recipe.load(None, ["batch.global=12", "batch.micro=2"]), 3)
@@ -104,7 +103,7 @@ def test_remarks_on_a_cpu(native, monkeypatch):
 
 @pytest.mark.parametrize("machine, native", [("x86_64", False), ("aarch64", True), ("arm64", True)])
 def test_a_torch_that_does_not_say(machine, native, monkeypatch):
-    """Oracle: Arm's CPUs, whose bf16 torch does not ask for; others are taken for emulating where torch says nothing."""
+    """Oracle: Arm's CPUs, whose bf16 torch does not ask for; others count as emulating where torch says nothing."""
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.delattr(torch.cpu, name, raising=False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):

@@ -1,5 +1,6 @@
 """The beginning of a process: its environment, and how ranks meet. Launchers themselves: tests/launch."""
 
+import importlib
 import os
 import re
 import socket
@@ -27,7 +28,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "TORC
 def forked(world: int, work: Callable[[int], None], **variables: str) -> None:
     """work(rank) in `world` forks without a launcher's variables, but for these."""
     prepare_environment()
-    import deepspeed  # noqa: F401  once, for all the forks
+    importlib.import_module("deepspeed")         # once, for all the forks
     mp.start_processes(_enter, (work, variables), world, start_method="fork")
 
 
@@ -60,6 +61,7 @@ def alone(rank: int) -> None:
     start(timeout_minutes=3)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+    assert os.environ["MASTER_PORT"] != "20000"   # which jobs of Slurm without a number share
     assert group.started() and group.world() == 1
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=3)
     store = dist.distributed_c10d._get_default_store()
@@ -93,7 +95,8 @@ def slurm(rank: int) -> None:
 @pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"])
 def test_two_ranks_of_slurm(tmp_path, name):
     """Oracle: the first host that scontrol names, and a port that follows from the job."""
-    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames some[1-2]" ] && echo "127.0.0.1\nelsewhere"\n')
+    script = '#!/bin/sh\n[ "$*" = "show hostnames some[1-2]" ] && echo "127.0.0.1\nelsewhere"\n'
+    (tmp_path / "scontrol").write_text(script)
     (tmp_path / "scontrol").chmod(0o755)
     while not 20000 <= (port := free_port()) < 30000:
         pass

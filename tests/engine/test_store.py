@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dstrain.disk import sealed
 from dstrain.engine.manifest import NAME, Digest, hash_files, manifest
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
-from tests.support import gloo
+from dstrain.ranks import group
 
 
 def content(step: int, name: str) -> bytes:
@@ -445,9 +446,9 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
     assert entries(tmp_path) == before | {"step_00000015"}
 
 
-def together(rank: int, folder: str) -> list:
-    """What one of two ranks sees: saves, one that fails on rank 1, the newest after damage."""
-    store, seen = Store(folder), []
+def together(folder: str) -> None:
+    """What one of two ranks sees: saves, one that fails on rank 1, the newest after damage; into a file of its own."""
+    store, seen, rank = Store(folder), [], group.rank()
 
     def write_mine(path: Path) -> None:
         (path / f"net-{rank:05d}-of-00002.safetensors").write_bytes(bytes([rank] * 100))
@@ -474,13 +475,14 @@ def together(rank: int, folder: str) -> list:
         seen.append(store.newest(said.append))
         passed_over = 1 if seen[-1] else 2
         assert len(said) == (0 if rank else passed_over), said
-    return seen
+    Path(f"{folder}.{rank}").write_bytes(pickle.dumps(seen))
 
 
-def test_two_ranks_agree(tmp_path):
+def test_two_ranks_agree(tmp_path, on_ranks):
     """Oracle: the other rank's view, and both against a list written by hand; entries and manifest of the folder."""
     folder = tmp_path / "checkpoints"
-    first, second = gloo.run(tmp_path, together, str(folder))
+    on_ranks(2, together, str(folder))
+    first, second = (pickle.loads(Path(f"{folder}.{rank}").read_bytes()) for rank in (0, 1))
     assert first == second
     fine = (True, None)
     assert first == [

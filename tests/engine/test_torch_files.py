@@ -1,0 +1,78 @@
+"""Files of torch.save and what is written from them: shells, bounds, durability; more: tests/test_consolidate.py."""
+
+import os
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from dstrain.engine import torch_files
+from dstrain.engine.streams import Entry, write_model
+from dstrain.recipe import ConfigError
+
+
+class Slotted:
+    """Has slots and attributes; both stand in its pickle."""
+
+    __slots__ = ("start", "__dict__")
+
+
+class OnlySlots:
+    __slots__ = ("start",)
+
+
+class Plain:
+    pass
+
+
+def test_what_a_shell_holds(tmp_path):
+    """Oracle: the attributes of the objects themselves, of classes with slots, without, and with both."""
+    objects = {"both": Slotted(), "slots": OnlySlots(), "plain": Plain(), "empty": Plain()}
+    for name in ("both", "slots", "plain"):
+        objects[name].start = torch.Size([3])
+    objects["both"].numel = objects["plain"].numel = 4
+    torch.save(objects, tmp_path / "a.pt")
+    content = torch_files.load(tmp_path / "a.pt")
+    shells = content.value
+    assert all(isinstance(shell, torch_files.Shell) for shell in shells.values())
+    assert [shell.start for shell in (shells["both"], shells["slots"], shells["plain"])] == [(3,)] * 3
+    assert shells["both"].numel == shells["plain"].numel == 4
+    assert not hasattr(shells["slots"], "numel") and not hasattr(shells["empty"], "start")
+    assert {name.rpartition(".")[2] for name in content.asked} >= {"Slotted", "OnlySlots", "Plain"}
+
+
+@pytest.mark.parametrize("more, whole", [(0, True), (1 << 20, False)])
+def test_a_storage_beyond_the_end(tmp_path, more, whole):
+    """Oracle: the length of the file: an entry of the archive's list that reaches beyond it is refused."""
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(5)}, path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        name = next(info.filename for info in archive.infolist() if info.filename.endswith("data/0")).encode()
+    entry = data.rindex(b"PK\1\2", 0, data.rindex(name))      # of the list at the end, where sizes stand at 20 and 24
+    for place in (20, 24):
+        struct.pack_into("<I", data, entry + place, 40 + more)
+    path.write_bytes(data)
+    if whole:
+        assert torch_files.load(path).value["w"].shape == (5,)
+    else:
+        with pytest.raises(ConfigError, match="a.pt: it is truncated"):
+            torch_files.load(path)
+
+
+@pytest.mark.parametrize("shard_size", (10**9, 16))
+def test_what_is_written_is_synced(tmp_path, monkeypatch, shard_size):
+    """Oracle: the files that the system was asked to write down, by their descriptors: all of them."""
+    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "a.pt")
+    entries = [Entry(name, value, "F32") for name, value in torch_files.load(tmp_path / "a.pt").value.items()]
+    sync, synced = os.fsync, set()
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_model(tmp_path / "out", entries, shard_size, {}, lambda count: None)
+    assert synced == {path.name for path in (tmp_path / "out").iterdir()}
+    assert len(synced) == (1 if shard_size > 16 else 3)
