@@ -334,12 +334,12 @@ def test_a_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_disabled_leaves_no_trace(tmp_path, monkeypatch):
-    """Oracle: the names of the two files that a run without wandb leaves."""
+    """Oracle: the names of the files that a run without wandb leaves."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     track = run_of(tmp_path, "disabled")
     track.report(1, {"lr": 1.0})
     track.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "log.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "events.jsonl", "log.txt"}
     assert "wandb" not in (tmp_path / "log.txt").read_text()          # it was not even tried
 
 
