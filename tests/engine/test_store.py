@@ -492,3 +492,15 @@ def test_two_ranks_agree(tmp_path, on_ranks):
     assert entries(folder) == {"step_00000002", "step_00000003", "newest"}
     assert manifest(folder / "step_00000003")["extra"] == {"from": 0}
     assert len(manifest(folder / "step_00000003")["files"]) == 3
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_how_many_faults_are_named(tmp_path, count):
+    """Oracle: by hand: three of them by name, and the number of the others."""
+    store = Store(tmp_path)
+    assert store.save(1, lambda path: [(path / f"{number}.bin").write_bytes(b"x") for number in range(6)] and None)
+    for number in range(count):
+        (tmp_path / "step_00000001" / f"{number}.bin").unlink()
+    reason = store.fault(1)
+    assert reason.count("is missing") == min(count, 3)
+    assert reason.endswith("is missing" if count <= 3 else f" and {count - 3} more")
