@@ -17,7 +17,6 @@ from dstrain.command.ending import run_main
 from dstrain.engine.activations import flops, kept
 from dstrain.engine.blocks import prepare
 
-RECIPES = Path(__file__).resolve().parent / "recipes"
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
 # Recipes, and entries without networks that are files: a first stage, an encoder of texts, an adversary's judge.
@@ -32,7 +31,7 @@ CHOICES = ("none", "attention", 2, 4, "all")
 
 def measure(name: str, choice: str | int, batch: int) -> tuple[int, int]:
     """Bytes and FLOPs of a step of the first part of a recipe's system, with `batch` samples."""
-    path = RECIPES / f"{name}.yaml"
+    path = Path(__file__).resolve().parent / "recipes" / f"{name}.yaml"
     run = recipe.load(path if path.exists() else Path(name), LARGE.get(name, []))
     run = recipe.check(run, systems.config_class(run.system))
     system = systems.build(run.system, run.model)

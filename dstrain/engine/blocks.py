@@ -1,13 +1,13 @@
 """The repeated blocks of a network: compiled one by one, and what each keeps for the backward pass.
 
 A block keeps its place and its names; only its `forward` is replaced, so that hooks of modules stay outside of what is
-compiled. ZeRO-3 has a hook before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
-cut at each of them. `prepare` makes its blocks leaves there, whose weights are gathered by one hook for the whole block.
+compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
+cut at each of them. `prepare` makes its blocks leaves there: one hook gathers the weights of the whole block.
 
-Dynamo keeps graphs by code object, and guards tell them apart one after the other. All blocks would share the few
-graphs of one function, so each kind of block gets a copy of it: a kind is a structure, the shapes of its inputs, and
-whether gradients are recorded. Without gradients the batch may have any size: then a kind has a graph for batches of
-one and another for all longer ones, and evaluation, the last short batch and a batch doubled by guidance share it.
+Dynamo keeps graphs by code object, at most eight of each, and its guards tell them apart one after the other. So each
+kind of block gets a copy of the function: a kind is a structure, the shapes of its inputs, and whether gradients are
+recorded. Without gradients the batch may have any size: then a kind has a graph for batches of one and another for all
+longer ones, and evaluation, the last short batch and a batch doubled by guidance share it.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: 
 
 
 def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
-    """Inputs of which one has a gradient: DeepSpeed would otherwise release a leaf's weights before its backward pass."""
+    """Inputs of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its backward pass."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return inputs
@@ -105,7 +105,7 @@ def _copy(function: FunctionType) -> FunctionType:
 
 
 def structure(block: nn.Module) -> tuple:
-    """What two blocks have in common that one graph serves: classes, shapes of weights, and settings, all the way in."""
+    """What blocks that share a graph have in common: classes, shapes of weights, and settings, all the way in."""
 
     def entries() -> Iterator[tuple]:
         for module in block.modules():

@@ -9,6 +9,7 @@ from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, filled
 
 __all__ = [
     "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "Faults", "NotRead", "NotSaved", "Optimizer",
-    "Recompute", "Run", "Samples", "Save", "Section", "Track", "as_text", "check", "differences", "divisors", "dump", "filled_in", "fixed",
-    "load", "nearby", "problems_of", "refusals", "refused", "reworded", "suggestion", "write_errors",
+    "Recompute", "Run", "Samples", "Save", "Section", "Track", "as_text", "check", "differences", "divisors",
+    "dump", "filled_in", "fixed", "load", "nearby", "problems_of", "refusals", "refused", "reworded", "suggestion",
+    "write_errors",
 ]

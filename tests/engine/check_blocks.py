@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from dstrain import recipe, systems
 from dstrain.drawing.sampling import resting
+from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
@@ -61,15 +62,14 @@ def rest(name: str, system: System, engines: Engines, counts: list[int]) -> None
                 system.sample(nets, request(name, system, list(range(count))))
 
 
-def graphs(engines: Engines) -> dict[tuple, list]:
+def graphs(engines: Engines) -> dict[tuple, set]:
     """The compiled functions of each kind of block: those with gradients and without."""
-    kinds: dict[tuple, list] = {}
+    kinds: dict[tuple, set] = {}
     for part, network in engines.modules.items():
         for module in network.modules():
-            if isinstance(getattr(module.forward, "func", None), type(network.forward)) \
-                    and hasattr(module.forward.func.__self__, "_by_kind"):
-                for key, compiled in module.forward.func.__self__._by_kind.items():
-                    structure, recompute, records, *shapes = key
+            owner = getattr(getattr(module.forward, "func", None), "__self__", None)
+            if isinstance(owner, Graphs):
+                for (structure, recompute, records, *shapes), compiled in owner._by_kind.items():
                     shapes = [tuple(shape)[1:] if records else tuple(shape) for shape in shapes]
                     kinds.setdefault((part, structure, recompute, *shapes), set()).add(compiled)
     return kinds
@@ -91,16 +91,16 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
             return compiled
 
         torch.compile = compile_
-        told, state = {}, {}
+        losses, state = {}, {}
         for way in ("off", "on"):
             run, system = build(folder, name, index, recompute if way == "on" else "none", [f"compile={way}", *entries])
             settings = resolve({"zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0}
                                                                          if stage == 3 else {})}}, run, 1, "cpu")
             torch.manual_seed(0)
             engines = Engines(system.networks, run, settings, system.decays, system.blocks())
-            losses = train(system, engines)
-            told[way] = losses
-            state[way] = torch.cat([flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats])
+            losses[way] = train(system, engines)
+            state[way] = torch.cat([flat.detach().flatten() for masters in engines.masters.values()
+                                    for flat in masters.flats])
             if way == "on":
                 rest(name, system, engines, [BATCH, 3, *alone])
         first = counters["stats"]["unique_graphs"]
@@ -110,7 +110,7 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
         rest(name, system, engines, [3, BATCH, *alone, 2])
         train(system, engines)
         figures["-".join(map(str, (name, index, stage, recompute, *entries)))] = {
-            "losses": told, "apart": (state["on"] - state["off"]).abs().max().item(), "graphs": first,
+            "losses": losses, "apart": (state["on"] - state["off"]).abs().max().item(), "graphs": first,
             "each": each, "later": counters["stats"]["unique_graphs"] - first,
             "breaks": [why[:300] for why in breaks]}
         print(list(figures)[-1], list(figures.values())[-1], flush=True)

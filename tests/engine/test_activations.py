@@ -43,8 +43,8 @@ def test_the_work_of_attention(recompute, with_weights, attention):
 
 
 def test_fused_attention():
-    """Oracle: by hand: no score is kept, but input, queries, keys and values, the result, a float for each row of scores,
-    and some bytes of the generator. The plain products would keep 2 N^2 for each head.
+    """Oracle: by hand: no score is kept, but input, queries, keys and values, the result, a float for each row of
+    scores, and some bytes of the generator. The plain products would keep 2 N^2 for each head.
     """
     size, _ = counted(lambda: SelfAttention(D, 2), "none")
     assert 0 <= size - 4 * ((DEPTH - 1) * TOKENS * D + DEPTH * TOKENS * (4 * D + 2) + 1) <= 64 * DEPTH

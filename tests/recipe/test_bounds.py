@@ -231,7 +231,8 @@ class Even(SystemConfig):
     ({"width": 3}, "model: width: odd"),
     ({"width": "x"}, "model.width=x: it should be a valid integer, unable to parse string as an integer"),
     ({"weight": 1}, "model.weight: there is no such key (did you mean model.width?)"),
-    ({"q" * 30: 1}, f"model.{'q' * 30}: there is no such key; known here: model.width, model.name, model.inner"),
+    ({"q" * 30: 1}, f"model.{'q' * 30}: there is no such key; known here: model.recompute, model.width, "
+     "model.name, model.inner"),
     ({"inner": {"q" * 30: 1}}, f"model.inner.{'q' * 30}: there is no such key; known here: model.inner.wide, "
      "model.inner.title"),
     ({"inner": 3}, "model.inner=3 is a value where a section is expected; set single entries, for example "
@@ -249,7 +250,7 @@ def test_a_model_that_is_right():
     """Oracle: the section with every default written out; the rest of the run as it was."""
     run = Run(model={"width": 4}, steps=7)
     checked = recipe.check(run, Even)
-    assert checked.model == {"width": 4, "name": "a", "inner": {"wide": 1.0, "title": "a"}}
+    assert checked.model == {"recompute": "none", "width": 4, "name": "a", "inner": {"wide": 1.0, "title": "a"}}
     assert checked.model_copy(update={"model": {}}) == run.model_copy(update={"model": {}})
 
 

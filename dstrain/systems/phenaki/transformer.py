@@ -127,7 +127,8 @@ class Attention(nn.Module):
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
         added = _added(bias, mask, causal, query, key.shape[2])
-        out = attend(query, key, value, added, self.dropout if self.dropout and self.training else 0.0, causal and added is None, _SCALE)
+        dropout = self.dropout if self.dropout and self.training else 0.0     # a graph of 0 asks for no mode
+        out = attend(query, key, value, added, dropout, causal and added is None, _SCALE)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
         return self.to_out(out.transpose(1, 2).flatten(2))
