@@ -1,6 +1,7 @@
 """When to stop early: SIGTERM, SIGINT or SIGUSR1 to any rank, a file named `stop`, a launcher that has gone.
 
-A handler only sets a flag; the ranks agree on it once a step, so that all save the same step and end together.
+A handler only sets a flag. The ranks vote on it with each step's last micro-batch and count the votes after the step
+(group.Ballot), so that all save the same step and end together.
 DeepSpeed's launcher leaves its ranks running when it is killed. So a rank checks at each step that the launchers which
 started it still run, or its ssh session on another machine. A second Ctrl-C ends at once, without saving.
 """
