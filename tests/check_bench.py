@@ -7,9 +7,10 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.bench.rivals import rivals
-from dstrain.bench.sides import Dstrain, Plain, Repeated, apart, step_flops
+from dstrain.bench.sides import Dstrain, Plain, Repeated, apart
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
+from dstrain.track.flops import step_flops
 from tests.support.launch import ROOT
 
 
@@ -36,7 +37,7 @@ def main() -> None:
             ours.step(step)
             rival.step(step)
         off[name] = furthest(ours.engines.modules["denoiser"].parameters(), rival.network.parameters())
-    print(json.dumps({"apart": off, "flops": step_flops(system, batches, 0), "size": size}))
+    print(json.dumps({"apart": off, "flops": step_flops(system, run.batch.global_), "size": size}))
 
 
 def furthest(ours, theirs) -> float:

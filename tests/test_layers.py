@@ -31,7 +31,7 @@ RULES = {
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
-    "bench": (*GROUND, "engine", "systems", "systems.base", "command", "train"),       # times train's own step
+    "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")

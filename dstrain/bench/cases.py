@@ -35,10 +35,10 @@ _TARGETS: dict[int, dict[str, dict[str, float]]] = {
 }
 
 # Switches of the recipe whose every choice gets a row where the recipe has them; and values of those that are numbers.
-_CHOICES = ("compile", "model.recompute", "optimizer.name")
-_VALUES = ("optimizer.clip=1.0", "ema.decays=[]", "ema.decays=[0.9999,0.999]")
-_ZERO = {"overlap_comm": {"overlap_comm": False}, "compute_grad_norm": {"compute_grad_norm": False},
-         "reduce_bucket_size": {"reduce_bucket_size": 500_000_000}}
+_CHOICES = ("compile", "optimizer.name")
+_VALUES = ("model.recompute=attention", "model.recompute=4", "model.recompute=2", "model.recompute=all",
+           "optimizer.clip=1.0", "ema.decays=[]", "ema.decays=[0.9999,0.999]")
+_ZERO = {"overlap_comm": {"overlap_comm": False}, "reduce_bucket_size": {"reduce_bucket_size": 500_000_000}}
 
 
 def cases() -> list[Case]:

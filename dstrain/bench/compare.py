@@ -14,12 +14,13 @@ import torch
 
 from dstrain.bench.floors import ema_beside_copy
 from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops, system_of
-from dstrain.bench.timing import Machine, Times, alternate, keep_memory, matmul_rate
+from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
+from dstrain.bench.timing import Machine, Times, alternate, keep_memory
 from dstrain.engine.settings import precision
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
+from dstrain.track.flops import matmul_rate, step_flops
 
 ROUNDS, STEPS, WARM_UP = 6, 8, 4             # steps of a round at accumulation 1, of as many micro-batches at others
 GRID = tuple((accumulation, clip) for accumulation in (1, 4) for clip in (0.0, 1.0))
@@ -67,7 +68,7 @@ def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str,
         peak = matmul_rate(device, dtype)
         figures |= {"samples/s": run.batch.global_ / times["dstrain"].least("wall"), "matmul TFLOP/s": peak / 1e12,
                     "dstrain share of matmul":
-                    step_flops(system, batches, first) / times["dstrain"].least("wall") / peak}
+                    step_flops(system, run.batch.global_, first) / times["dstrain"].least("wall") / peak}
     if device.type == "cuda":
         figures["peak memory of all GB"] = torch.cuda.max_memory_allocated() / 1e9
     return times, ema_beside_copy(ours) if run.ema.decays else {}, figures

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from dstrain import systems
 from dstrain.engine.blocks import compiles, prepare
@@ -166,36 +164,6 @@ def adamw(run: Run, system: System, module: nn.Module, weights: list[nn.Paramete
                "weight_decay": run.optimizer.weight_decay * decayed} for decayed in (True, False)]
     return torch.optim.AdamW([own for own in groups if own["params"]], lr=run.optimizer.lr, betas=run.optimizer.betas,
                              eps=run.optimizer.eps, fused=fused)
-
-
-def step_flops(system: System, batches: Repeated, number: int) -> int:
-    """Floating-point operations of step `number`, by torch's own count, on networks of random weights.
-
-    Counted on two samples: every loss is a mean over samples, and each costs as much.
-    """
-    with torch.random.fork_rng(devices=[]), torch.device(group.device()):
-        nets = {part: network.to(group.device()) for part, network in system.networks().items()}
-    batch = {name: values[:2] for name, values in next(batches.at(number)).items()}
-    with torch.no_grad():
-        example = system.encode(batch)
-    with _Flops() as counter:
-        for part in system.turns(number):
-            for name, module in nets.items():
-                module.requires_grad_(name == part)
-            system.loss(part, nets, example)["loss"].backward()
-    return counter.total * batches.accumulation * batches.micro // min(2, batches.micro)
-
-
-class _Flops(TorchDispatchMode):
-    """Sums torch's own counts. Its FlopCounterMode also follows modules, and fails where a loss calls autograd.grad."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if count := flop_registry.get(func.overloadpacket):
-            self.total += count(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 def apart(ours: Sequence[Losses], theirs: Sequence[Losses]) -> float:

@@ -13,13 +13,14 @@ import torch
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
 from dstrain.bench.rivals import available, rivals
-from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, step_flops, system_of
-from dstrain.bench.timing import alternate, matmul_rate
+from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
+from dstrain.bench.timing import alternate
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.systems.base import System
+from dstrain.track.flops import matmul_rate, step_flops
 
 Step = Callable[[int], Any]
 
@@ -40,7 +41,7 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
     settings = jobs.settings(run, stage, precision, **(zero or {}))
     system, first = system_of(run), run.steps // 2            # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
-    flops = step_flops(system, batches, first)
+    flops = step_flops(system, run.batch.global_, first)
     built: dict[str, Step] = {}
     held: dict[str, int] = {}                # bytes of weights and states
     for side in sides:

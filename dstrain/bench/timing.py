@@ -78,16 +78,6 @@ def alternate(sides: Mapping[str, Callable[[int], Any]], device: torch.device, f
     return times
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Floating-point operations a second of the best of several square products of random data, on this clock's wall.
-
-    fp32 products follow torch's setting of TF32.
-    """
-    size = size or (8192 if device.type == "cuda" else 1024)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size ** 3 / min(measured(lambda: a @ b, device)[0] for _ in range(12))
-
-
 def copy_rate(device: torch.device, numel: int = 0) -> float:
     """Bytes a second of a copy within the device, those read and those written counted."""
     numel = numel or (2 ** 30 if device.type == "cuda" else 2 ** 24)

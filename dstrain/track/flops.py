@@ -141,9 +141,9 @@ def known_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     return None
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
     """Operations a second of the best of several square products of random data; some tens of milliseconds."""
-    size = 4096 if device.type == "cuda" else 1024
+    size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
