@@ -71,8 +71,7 @@ class Engines(Mapping[str, Any]):
             given = (known or {}).get(part, {})
             owned = {fragment.name for fragment, _, _ in self.masters[part].fragments} - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
-            self._set(part, chain(drawn, given.items()))
-            self.masters[part].publish()
+            self.set_weights(part, chain(drawn, given.items()))
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays) -> Any:
         import deepspeed
@@ -82,9 +81,9 @@ class Engines(Mapping[str, Any]):
             shaped = torch.empty(full_shape(weight), device="meta")
             assert shaped.numel(), f"{name} has no elements, and a checkpoint could not hold it"
             (with_decay if decays(name, shaped) else without).append(weight)
-        with_decay, without = allocate(network, (with_decay, without), self.settings)
         groups = [{"params": weights, "weight_decay": decay} for weights, decay in
                   ((with_decay, run.optimizer.weight_decay), (without, 0.0)) if weights]
+        allocate(network, groups, self.settings)
         options = {"lr": run.optimizer.lr, "betas": tuple(run.optimizer.betas), "eps": run.optimizer.eps}
         if offloads_optimizer(self.settings):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
@@ -116,9 +115,13 @@ class Engines(Mapping[str, Any]):
         """Full shapes of a part's trained weights, by name."""
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
+    def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
+        self._set(part, values)
+        self.masters[part].publish()
+
     @torch.no_grad()
     def _set(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
         buffers = dict(self[part].module.named_buffers())
 
         def weights() -> Iterator[tuple[str, Tensor]]:
