@@ -24,30 +24,31 @@ _PADDING = 2                # elements for each rank: DeepSpeed pads a group to 
 Weights = Sequence[nn.Parameter]
 
 
-def allocate(network: nn.Module, groups: Sequence[Weights], settings: dict[str, Any]) -> list[Weights]:
-    """Replaces a network's weights on the meta device, and gives those of the parameter groups as they are now.
+def allocate(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Replaces weights on the meta device, in a network and in the "params" of its optimizer's groups.
 
-    Others stay as they are. Buffers go to the rank's device. Call on all ranks.
+    Others stay as they are. Buffers go to the rank's device. Call on all ranks, before the optimizer is made.
     """
     options = {"dtype": _DTYPES[precision(settings)], "device": group.device()}
     for buffer in network.buffers():
         buffer.data = buffer.data.to(group.device())
-    weights = list(network.parameters())
-    on_meta = [weight for weight in weights if weight.is_meta]
+    on_meta = [weight for weight in network.parameters() if weight.is_meta]
     if stage(settings) == 3 and on_meta:
         import deepspeed
         pieces = _OneByOne(on_meta, options)
         deepspeed.zero.Init(module=pieces, config_dict_or_path=settings)
         fresh = pieces.made
     else:
-        fresh = [weight for members in groups for weight in _in_one([w for w in members if w.is_meta], options)]
-        on_meta = [weight for members in groups for weight in members if weight.is_meta]
+        in_groups = [[weight for weight in members["params"] if weight.is_meta] for members in groups]
+        on_meta = [weight for weights in in_groups for weight in weights]
+        fresh = [weight for weights in in_groups for weight in _in_one(weights, options)]
     new = dict(zip(map(id, on_meta), fresh, strict=True))
     for module in network.modules():
         for name, weight in list(module._parameters.items()):
             if id(weight) in new:
                 setattr(module, name, new[id(weight)])
-    return [[new.get(id(weight), weight) for weight in members] for members in groups]
+    for members in groups:
+        members["params"] = [new.get(id(weight), weight) for weight in members["params"]]
 
 
 class _OneByOne(nn.Module):

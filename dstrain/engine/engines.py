@@ -67,14 +67,12 @@ class Engines(Mapping[str, Any]):
             given = (known or {}).get(part, {})
             owned = {fragment.name for fragment, _, _ in self.masters[part].fragments} - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
-            self._set(part, chain(drawn, given.items()))
-            self.masters[part].publish()
+            self.set_weights(part, chain(drawn, given.items()))
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
         import deepspeed
         groups = list(optimizers.groups(network, run, decays, blocks))
-        for group, weights in zip(groups, allocate(network, [group["params"] for group in groups], self.settings)):
-            group["params"] = weights
+        allocate(network, groups, self.settings)
         optimizer = optimizers.build(groups, run, offloads_optimizer(self.settings))
         sums = WideSums(network.parameters()) if sums_aside(self.settings) else None
         with flattened_in_place():
@@ -102,9 +100,13 @@ class Engines(Mapping[str, Any]):
         """Full shapes of a part's trained weights, by name."""
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
+    def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
+        self._set(part, values)
+        self.masters[part].publish()
+
     @torch.no_grad()
     def _set(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
         buffers = dict(self[part].module.named_buffers())
 
         def weights() -> Iterator[tuple[str, Tensor]]:

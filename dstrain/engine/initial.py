@@ -46,14 +46,20 @@ def build(networks: Networks, seed: int,
           note: Callable[[str], None] = lambda text: None) -> dict[str, tuple[nn.Module, Values]]:
     """Fresh networks by part, each with the values that its parameters and buffers start from.
 
-    Where modules draw their own weights, parameters are on the meta device: see allocation.py. Else they hold their
-    values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
+    Where modules draw their own weights, parameters are on the meta device if they can: see allocation.py. Else they
+    hold their values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
     constructors leave other weights on some rank than on rank 0.
     """
     reason = set_by_constructors(networks)
-    with torch.random.fork_rng(devices=[]), _weights_on_meta() if reason is None else nullcontext():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = networks()
+        try:
+            with _weights_on_meta() if reason is None else nullcontext():
+                built = networks()
+        except Exception:                          # a buffer computed from a weight; a real mistake comes again
+            if reason is not None:
+                raise
+            built = networks()
     if reason is None:
         return {part: (network, partial(initial_weights, network, seed)) for part, network in built.items()}
     note(reason)

@@ -49,6 +49,21 @@ class Careless(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Measured(nn.Linear):
+    """Keeps in a buffer, which is real from the start, what it reads from its weight."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.register_buffer("mean", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "mean"):
+            with torch.no_grad():
+                self.mean.copy_(self.weight.mean())
+
+
 class Scaled(nn.Linear):
     """Has a reset_parameters that others may call with a scale of their own."""
 
@@ -181,8 +196,13 @@ def test_build():
             torch.testing.assert_close(dict(values()), dict(expected[part]), rtol=0, atol=0)
             torch.testing.assert_close(dict(network.state_dict()), dict(expected[part]), rtol=0, atol=0)
         assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
-    (_, (network, values)), = build(lambda: {"a": Tiny()}, SEED).items()
-    torch.testing.assert_close(dict(values()), dict(initial_weights(Tiny(), SEED)), rtol=0, atol=0)
+    for make, on_meta in ((Tiny, True), (lambda: nn.Sequential(Measured(3, 2)), False)):
+        (_, (network, values)), = build(lambda: {"a": make()}, SEED).items()
+        torch.testing.assert_close(dict(values()), dict(initial_weights(make(), SEED)), rtol=0, atol=0)
+        assert all(weight.is_meta == on_meta for weight in network.parameters())
+        assert not any(buffer.is_meta for buffer in network.buffers())
+    tied = build(lambda: {"a": Parent(tie)}, SEED)["a"][0]
+    assert tied.out.weight is tied.body.weight and tied.out.weight.is_meta
 
 
 @pytest.mark.parametrize("make", [Tiny, lambda: Tiny().bfloat16(), Replacing, nn.LSTM,
