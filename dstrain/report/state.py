@@ -69,10 +69,12 @@ def state(folder: Path) -> State:
     left = None
     if run and step is not None and rate and rate > 0 and step < steps:
         left = (steps - step) * run.batch.global_ / rate
-    word = {True: "running", None: "unknown"}.get(_held(folder / ".lock"))
-    if word is None:
-        word = "complete" if steps is not None and step is not None and step >= steps else \
-            "stopped" if (note or "").startswith("stopped at step") else \
+    if steps is not None and step is not None and step >= steps:
+        word = "complete"                                    # though it may be held until the last files are written
+    elif (held := _held(folder / ".lock")) is not False:
+        word = "running" if held else "unknown"
+    else:
+        word = "stopped" if (note or "").startswith("stopped at step") else \
             "imported" if saved == [0] and step is None else "dead"
     return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
                  latest.get("loss"), rate, left, max(saved, default=None), None if when is None else time.time() - when,

@@ -23,8 +23,8 @@ class Page:
         if self._every and done // self._every > self._written // self._every and self._ended():
             self._start(done)
 
-    def finish(self, done: int, seconds: float = 60.0) -> None:
-        """Writes the page of the last step, and waits for it."""
+    def finish(self, done: int, seconds: float) -> None:
+        """Writes the page of the last step, and waits for it, and before for an earlier one, `seconds` at most."""
         if self._every and done > self._written:
             self._ended(seconds)
             self._start(done)

@@ -173,9 +173,9 @@ class Tracker:
             self._wandb.artifact(self._run.name, folder, done)
 
     def finish(self, done: int) -> None:
-        """Writes report.html of a run that is complete, for at most a minute or two."""
+        """Writes report.html of a run that is complete, and waits for it, but not so long that it looks hung."""
         if self._first:
-            self._page.finish(done)
+            self._page.finish(done, min(60.0, 15 * self._run.faults.timeout_minutes))
 
     def note(self, text: str) -> None:
         """Prints a line and writes it to log.txt, on rank 0."""

@@ -52,6 +52,9 @@ def test_bad_data_are_passed_over(undisturbed):
         assert all(line["first/loss"] < 1 and "nonfinite" not in line for line in lines)
         log = (folder / "log.txt").read_text()
         assert log.count(": back from step ") == 4 and "back from step 18 to step 10, and past the 8 batches" in log
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        assert [[event["done"], event["step"]] for event in events if event["event"] == "rollback"] == end["rollbacks"]
+        assert [event["world"] for event in events if event["event"] == "start"] == [1 if folder == one else 2]
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
             "newest", "step_00000010", "step_00000015", "step_00000025", "step_00000035", "step_00000040"]
     for a, b in zip(metrics(one), metrics(two), strict=True):

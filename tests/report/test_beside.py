@@ -27,8 +27,8 @@ def test_it_is_written_when_it_is_due(tmp_path):
     page.finish(9, seconds=300)
     assert first.returncode == 0 and notes == [] and "</html>" in report.read_text() and states() == before
     written = report.stat().st_mtime_ns
-    page.finish(9)                                               # nothing new: a run that was complete already
-    Page(tmp_path / "run", 0, 0, notes.append).finish(9)         # never
+    page.finish(9, 300)                                               # nothing new: a run that was complete already
+    Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)    # never
     assert report.stat().st_mtime_ns == written
 
 

@@ -1,13 +1,16 @@
 """report.html in headless Chromium, and what it says where folders are not as they should be."""
 
 import base64
-import html
+import http.server
 import json
 import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -21,42 +24,64 @@ from tests.support.launch import here
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
 
-# In the page: uses its switches and looks at it. 400 pixels are those of a frame, since a window has at least 500.
+# In the page: uses its switches, looks at it, and sends what it sees. 400 pixels are those of a frame, since a window has
+# at least 500. It waits for charts and pictures, however long they take.
 PROBE = """<script>
 const errors = [];
 addEventListener("error", event => errors.push(event.message));
 console.error = (...words) => errors.push(words.join(" "));
-addEventListener("load", () => setTimeout(() => {
-  const all = query => [...document.querySelectorAll(query)], first = all(".chart")[0], slider = all("input[type=range]")[0];
+const all = query => [...document.querySelectorAll(query)];
+const until = (ready, then) => ready() ? then() : setTimeout(until, 50, ready, then);
+addEventListener("load", () => until(() => all(".chart")[0].dataset.drawn, () => {
+  const first = all(".chart")[0], slider = all("input[type=range]")[0];
   const xs = {steps: first.data.map(trace => trace.x)};
   for (const axis of ["samples", "hours"]) { all(`input[value=${axis}]`)[0].click(); xs[axis] = first.data.map(t => t.x); }
   all("#log")[0].click();
   slider.value = 0;
   slider.dispatchEvent(new Event("input"));
-  const images = all("img");
-  setTimeout(() => parent.postMessage({errors, evil: window.evil, width: document.documentElement.scrollWidth, xs,
-    titles: all(".charts h3").map(one => one.textContent), scale: first.layout.yaxis.type,
-    lines: first.layout.shapes.map(one => one.x0), captions: all("figcaption").map(one => one.textContent),
-    images: images.map(one => one.naturalWidth), text: document.body.innerText, tall: first.clientHeight}, "*"), 500);
-}, 500));
+  until(() => all("img").every(image => image.complete), () => fetch("SERVER", {method: "POST", mode: "no-cors",
+    body: JSON.stringify({errors, evil: window.evil, width: document.documentElement.scrollWidth, xs,
+      titles: all(".charts h3").map(one => one.textContent), scale: first.layout.yaxis.type,
+      lines: first.layout.shapes.map(one => one.x0), captions: all("figcaption").map(one => one.textContent),
+      images: all("img").map(image => image.naturalWidth), text: document.body.innerText})}));
+}));
 </script>"""
-FRAME = """<!doctype html><title>none</title><iframe src="page.html" style="width:WIDTHpx;height:9000px"></iframe>
-<script>addEventListener("message", event => { document.title = JSON.stringify(event.data); });</script>"""
+FRAME = '<!doctype html><iframe src="page.html" style="width:WIDTHpx;height:9000px"></iframe>'
 
 
 def looked_at(report, folder, width: int) -> dict:
-    """What a browser shows of a report; it may load nothing from elsewhere."""
+    """What a browser shows of a report that it opens as a file; it finds no host but this test."""
     if BROWSER is None:
         pytest.skip("no chromium here: apt-get install chromium")
-    (folder / "page.html").write_text(report.read_text().replace("<head>", "<head>" + PROBE, 1))
+    texts = report.read_text().partition("<script>")[0]                      # all but scripts
+    assert not re.search(r"""(src|href)=["'](?!data:)|url\(|@import""", texts)
+    answers: queue.Queue[bytes] = queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            answers.put(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    probe = PROBE.replace("SERVER", f"http://127.0.0.1:{server.server_port}/")
+    (folder / "page.html").write_text(report.read_text().replace("<head>", "<head>" + probe, 1))
     (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom",
-             "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'browser'}",
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
+             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'browser'}",
              "--window-size=1400,9000", (folder / "frame.html").as_uri()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
-    assert title and title[1] != "none", done.stdout[:500] + done.stderr[-3000:]
-    return json.loads(html.unescape(title[1]))
+    with open(folder / "browser.log", "w+b") as log:
+        browser = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return json.loads(answers.get(timeout=300))
+        except queue.Empty:
+            pytest.fail((folder / "browser.log").read_text(errors="replace")[-3000:])
+        finally:
+            os.killpg(browser.pid, signal.SIGKILL)
+            browser.wait()
+            server.shutdown()
+            server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     shutil.copy(runs / "complete" / "run.yaml", runs / "imported")
     (runs / "more" / "running" / "checkpoints" / "step_00000024").mkdir(parents=True)
     capsys.readouterr()
-    with folders.claim(runs / "more" / "running"):
+    with folders.claim(runs / "more" / "running"), folders.claim(runs / "complete"):
         code, out, _ = here("watch.py", [runs, "--json"], monkeypatch, capsys)
         _, shown, _ = here("watch.py", [runs], monkeypatch, capsys)
     states = {one["run"]: one for one in json.loads(out)}
