@@ -504,3 +504,16 @@ def test_how_many_faults_are_named(tmp_path, count):
     reason = store.fault(1)
     assert reason.count("is missing") == min(count, 3)
     assert reason.endswith("is missing" if count <= 3 else f" and {count - 3} more")
+
+
+def test_a_hash_that_is_taken_while_writing(tmp_path, monkeypatch):
+    """Oracle: the hash of the finished file, at every size around two borders of blocks; each file is synced once."""
+    synced: list[int] = []
+    monkeypatch.setattr("dstrain.engine.manifest._BLOCK", 8)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for size in range(20):
+        data, digest = bytes(range(size)), Digest()
+        for start in range(0, size, 5):
+            digest.update(memoryview(data[start:start + 5]))
+        (tmp_path / "a").write_bytes(data)
+        assert {"a": digest.entry()} == hash_files(tmp_path, ["a"], sync=True) and len(synced) == size + 1
