@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from dstrain.engine import blocks
 from dstrain.engine.blocks import prepare
 from dstrain.recipe import ConfigError
+from dstrain.systems.dit.network import DiT, DiTBlock
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
 from tests.support import counting
 from tests.support.launch import launch
@@ -93,3 +95,19 @@ def test_compiled(figures, case):
     assert found["breaks"] == [] and found["later"] == 0
     assert 0 < found["graphs"] == sum(found["each"]) and max(found["each"]) <= 3
     assert found["apart"] < 1e-4 and found["losses"]["on"] == pytest.approx(found["losses"]["off"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_by_inductor():
+    """Oracle: the gradient of eager blocks that keep everything, to fp32 rounding; both blocks share one graph."""
+    found, before = [], counters["stats"]["unique_graphs"]
+    for recompute, compiled in (("none", False), ("attention", True)):
+        torch.manual_seed(0)
+        network = DiT(8, 2, 1, 32, 2, 2, num_classes=10)
+        for weight in network.parameters():
+            nn.init.normal_(weight, std=0.2)
+        prepare(network, (DiTBlock,), recompute, compiled)
+        network(torch.randn(4, 1, 8, 8), torch.arange(4), torch.arange(4)).square().mean().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in network.parameters()]))
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    assert counters["stats"]["unique_graphs"] == before + 1
