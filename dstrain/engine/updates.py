@@ -175,6 +175,7 @@ class Updates:
             zero._optimizer_step(number)
             zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
+        zero.grad_partitions_flat_buffer.zero_()         # else a weight without a part in the next step has this gradient
         if weights := zero.persistent_parameters:
             own, world = torch.cat([weight.ds_tensor for weight in weights]), dist.get_world_size(zero.dp_process_group)
             if world > 1:

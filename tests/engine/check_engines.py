@@ -80,6 +80,11 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
     return full
 
 
+def applied(engines) -> dict[str, bool]:
+    """engines.applied(), read off the device."""
+    return {part: bool(flag) for part, flag in engines.applied().items()}
+
+
 def furthest(a: dict, b: dict) -> float:
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)

@@ -12,7 +12,7 @@ from dstrain.engine.checkpoint import Checkpoints, ema_decays, read_weights
 from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.manifest import manifest
-from dstrain.engine.masters import MOMENTS
+from dstrain.engine.optimizers import ADAM
 from dstrain.recipe import ConfigError, Ema, Faults, NotRead, Save
 from tests.engine.test_masters import LR, engines_of, same, step, weights
 from tests.support.tiny import Tiny
@@ -88,7 +88,7 @@ class Trial:
     def state(self) -> dict[str, Tensor]:
         state = {"system": self.system.values.clone()}
         for part, masters in self.engines.masters.items():
-            for kind, flats in [("master", masters.flats), *((kind, masters.moments(kind)) for kind in MOMENTS),
+            for kind, flats in [("master", masters.flats), *((kind, masters.moments(kind)) for kind in ADAM),
                                 *self.ema.flats.get(part, {}).items()]:
                 state |= {f"{part}/{kind}/{number}": flat.detach().clone() for number, flat in enumerate(flats)}
             network = self.engines.modules[part]
@@ -159,7 +159,7 @@ def test_the_way_back(run):
     trial = Trial(folder, max_rollbacks=3, max_skipped=2)
     trial.saves.resume()
     for done in (5, 6, 7):
-        trouble = trial.course.trouble(done, False, {})
+        trouble = trial.course.trouble(done, [False], {})
     assert "3 steps in a row" in trouble
     trial.steps(5, 6)
     assert trial.saves.go_back(7, trouble) == 4 and same(trial.state(), states[4])
@@ -210,7 +210,7 @@ def test_the_course_and_kinds(tmp_path):
     """Oracle: by hand: routine, stopped, in trouble; what the run went back to stays however many follow."""
     trial = Trial(tmp_path, save=Save(keep=2, asynchronous=False))
     trial.saves.save(1)
-    trial.course.trouble(2, False, {})
+    trial.course.trouble(2, [False], {})
     trial.saves.save(2, routine=False)
     assert manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
     assert trial.saves.go_back(2, "bad") == 1 and trial.course.shift == 1

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.masters import MOMENTS
+from dstrain.engine.optimizers import ADAM
 from dstrain.engine.settings import resolve
 from dstrain.recipe import Run
-from tests.engine.check_engines import gathered
+from tests.engine.check_engines import applied, gathered
 from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -98,10 +98,10 @@ def test_parts(stage, precision):
 def test_before_the_first_step(stage, precision):
     """Oracle: by hand: moments are zeros, nothing was updated or skipped, no gradient has a norm yet."""
     engines = engines_of(stage, precision)
-    assert engines.applied() == {} and engines.skipped() == 0
+    assert applied(engines) == {} and engines.skipped() == 0
     for masters in engines.masters.values():
         assert masters.updates == 0 and masters.skipped == 0
-        for kind in MOMENTS:
+        for kind in ADAM:
             assert [moment.shape for moment in masters.moments(kind)] == [flat.shape for flat in masters.flats]
             assert not any(moment.any() for moment in masters.moments(kind))
     names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
@@ -123,11 +123,11 @@ def test_a_step_by_hand(stage, precision):
     engines.set_lr(LR / 2)
     assert all(group["lr"] == LR / 2 for engine in engines.values() for group in engine.optimizer.param_groups)
     step(engines, "a")
-    assert engines.applied() == {"a": True} and engines.skipped() == 0
+    assert applied(engines) == {"a": True} and engines.skipped() == 0
     masters, close = engines.masters["a"], {"rtol": 1e-5 if precision == "fp32" else 2e-2, "atol": 1e-7}
     if precision != "fp32":
         close["atol"] = 1e-4
-    first, second = (gathered(masters, masters.moments(kind)) for kind in MOMENTS)
+    first, second = (gathered(masters, masters.moments(kind)) for kind in ADAM)
     after = weights(engines, "a")
     for name, g in gradients.items():
         torch.testing.assert_close(first[name], (1 - BETAS[0]) * g, **close)
@@ -141,9 +141,9 @@ def test_a_step_by_hand(stage, precision):
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
     assert same(weights(engines, "b"), waiting) and engines.masters["b"].updates == 0 and masters.updates == 1
     engines.set_lr(LR)
-    assert engines.applied() == {}
+    assert applied(engines) == {}
     step(engines, "b")
-    assert engines.applied() == {"b": True} and same(weights(engines, "a"), after)
+    assert applied(engines) == {"b": True} and same(weights(engines, "a"), after)
     assert engines.masters["b"].updates == masters.updates == 1
 
 
@@ -153,15 +153,15 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     engines = engines_of(stage, precision)
     for number, factor in enumerate((1.0, math.inf, math.nan, 1.0)):
         kept = {part: weights(engines, part) for part in "ab"}
-        moments = [moment.clone() for kind in MOMENTS for moment in engines.masters["b"].moments(kind)]
+        moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].moments(kind)]
         engines.set_lr(LR)
         step(engines, "a", seed=number)
         step(engines, "b", factor, seed=number)
-        assert engines.applied() == {"a": True, "b": factor == 1.0}
+        assert applied(engines) == {"a": True, "b": factor == 1.0}
         assert not same(weights(engines, "a"), kept["a"])
         if factor != 1.0:
             assert same(weights(engines, "b"), kept["b"])
-            after = [moment for kind in MOMENTS for moment in engines.masters["b"].moments(kind)]
+            after = [moment for kind in ADAM for moment in engines.masters["b"].moments(kind)]
             assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
     assert (engines.masters["a"].updates, engines.masters["b"].updates) == (4, 2)
     assert engines.skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
@@ -247,13 +247,13 @@ def test_a_count_that_is_set(stage, precision):
     engines.set_lr(LR)
     step(engines, "a")
     assert masters.updates == 10
-    first, second = (gathered(masters, masters.moments(kind)) for kind in MOMENTS)
+    first, second = (gathered(masters, masters.moments(kind)) for kind in ADAM)
     for name, weight in weights(engines, "a").items():
         decayed = begun[name] * (1 - LR * (DECAY if weight.ndim >= 2 else 0))
         moved = first[name] / (1 - BETAS[0] ** 10) / ((second[name] / (1 - BETAS[1] ** 10)).sqrt() + EPS)
         torch.testing.assert_close(weight, decayed - LR * moved, rtol=1e-4, atol=1e-6)
     masters.reset_optimizer_state()
-    assert masters.updates == 0 and not any(moment.any() for kind in MOMENTS for moment in masters.moments(kind))
+    assert masters.updates == 0 and not any(moment.any() for kind in ADAM for moment in masters.moments(kind))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -264,7 +264,7 @@ def test_a_step_of_several_micro_batches_that_is_skipped(stage):
         engines.set_lr(LR)
         for micro, factor in enumerate(factors):
             step(engines, "a", factor, seed=3 * number + micro)
-            assert engines.applied() == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
+            assert applied(engines) == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
     assert engines.masters["a"].updates == 2 and engines.skipped() == 2 and engines["a"].global_steps == 4
     assert engines["a"].micro_steps == 12
 
@@ -302,7 +302,7 @@ def test_a_scale_and_its_state(stage):
         network.scale.table = engines.modules["a"].scale.table.clone()
         (network(x) - y).square().mean().backward()
         step(engines, "a", factor, seed=number)
-        assert engines.applied() == {"a": factor == 1.0}
+        assert applied(engines) == {"a": factor == 1.0}
         if factor == 1.0:                                     # also where the scale grows at the end of this step
             norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
             assert engines.figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
