@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import systems
-from dstrain.bench import NoTracker, Repeated
+from dstrain.bench.sides import NoTracker, Repeated
 from dstrain.command import cli
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine import prepare_environment
