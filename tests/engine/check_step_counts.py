@@ -97,8 +97,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     run, system = job.run, systems.build(job.run.system, job.run.model)
     engines = Engines(system.networks, run, job.settings, system.decays, system.blocks())
     ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Course(run.faults)
-    batch = system.synthetic(1)
-    batches = Repeated(batch | {"position": torch.arange(1), "step": torch.zeros_like(batch["key"])}, accumulation)
+    batches = Repeated(system, 1, accumulation)
     update = Counter()
     for masters in engines.masters.values():
         def counted(original=masters.step) -> None:
