@@ -4,7 +4,6 @@ A case is a system, an index of its CASES, a stage, model.recompute, and further
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -115,7 +114,3 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
             "breaks": [why[:300] for why in breaks]}
         print(list(figures)[-1], list(figures.values())[-1], flush=True)
     (folder / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -1,13 +1,12 @@
-"""Launched by test_optimizers.py: each optimizer against plain torch, saved, resumed and moved; figures as JSON.
+"""Run by test_optimizers.py on forked ranks: each optimizer against plain torch, saved, resumed and moved; as JSON.
 
-    train FOLDER OUT.json     ten steps of every case, a checkpoint after five; the last five again from the checkpoint
-    move FOLDER OUT.json      on another number of ranks: ten steps, and the last five from checkpoints of other stages
+    train     ten steps of every case, a checkpoint after five; the last five again from the checkpoint
+    move      on another number of ranks: ten steps, and the last five from checkpoints of other stages
 """
 
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import initial_weights
 from dstrain.engine.settings import resolve
-from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
@@ -226,9 +224,7 @@ def move(folder: Path) -> dict[str, dict]:
     return figures
 
 
-if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    start()
-    found = {"train": train, "move": move}[words[0]](Path(words[1]))
+def main(what: str, folder: Path, out: Path) -> None:
+    found = {"train": train, "move": move}[what](folder)
     if group.rank() == 0:
-        Path(words[2]).write_text(json.dumps(found, indent=1))
+        out.write_text(json.dumps(found, indent=1))

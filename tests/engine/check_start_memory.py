@@ -1,11 +1,10 @@
-"""Launched by test_start_memory.py: bytes and draws from the first module to the first moments, as JSON.
+"""Run by test_start_memory.py: bytes and draws from the first module to the first moments, as JSON.
 
-python check_start_memory.py FIGURES WORLD: as rank 0 of WORLD ranks, whose others do not exist, or as the only rank.
+This process is rank 0 of `world` ranks, whose others do not exist, or the only rank.
 """
 
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -127,7 +126,7 @@ def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[s
     return {"as in files": all(equal), **counts}
 
 
-def main(path: str, world: int) -> None:
+def main(path: Path, world: int) -> None:
     if world == 1:
         start()
     else:
@@ -143,8 +142,4 @@ def main(path: str, world: int) -> None:
         files = from_files(stage, bf16, fresh, ema) if world == 1 and stage and not bf16 else {}
         figures.append({"stage": stage, "bytes": 2 if bf16 else 4, **start_figures, **files})
         del fresh, ema                            # before the next one's bytes are counted
-    Path(path).write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    path.write_text(json.dumps(figures))

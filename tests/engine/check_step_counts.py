@@ -7,7 +7,6 @@ the host: on a CPU it is the same call as on a GPU.
 
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -135,7 +134,3 @@ def main(folder: Path) -> None:
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     figures = {case: measure(folder, case, *words) for case, words in CASES.items()}
     (folder / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -43,15 +43,22 @@ def on_ranks() -> Callable[..., None]:
 
     Where there is a GPU, which forks cannot share, the ranks are fresh processes.
     """
-    def call(world: int, work: Callable[..., Any], *arguments: Any) -> None:
-        _import_all()                             # once, for all the forks
-        method = "spawn" if torch.cuda.is_available() else "fork"
-        try:
-            mp.start_processes(_enter, (world, str(free_port()), work, arguments), world, start_method=method)
-        finally:
-            gc.unfreeze()
+    return lambda world, work, *arguments: _fork(world, _enter, world, str(free_port()), work, arguments)
 
-    return call
+
+@pytest.fixture(scope="session")
+def in_fork() -> Callable[..., None]:
+    """in_fork(work, *arguments) calls work(*arguments) in a process of its own, which starts a process group or none."""
+    return lambda work, *arguments: _fork(1, _alone, work, arguments)
+
+
+def _fork(processes: int, enter: Callable[..., None], *arguments: Any) -> None:
+    _import_all()                                 # once, for all the forks
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    try:
+        mp.start_processes(enter, arguments, processes, start_method=method)
+    finally:
+        gc.unfreeze()
 
 
 def _import_all() -> None:
@@ -62,6 +69,11 @@ def _import_all() -> None:
         importlib.import_module(f"deepspeed.runtime.zero.{name}")
     gc.collect()
     gc.freeze()
+
+
+def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    work(*arguments)
 
 
 def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:

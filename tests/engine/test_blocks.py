@@ -12,8 +12,8 @@ from dstrain.engine.blocks import prepare
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.network import DiT, DiTBlock
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
+from tests.engine import check_blocks
 from tests.support import counting
-from tests.support.launch import launch
 
 # System, index of its CASES, stage, model.recompute, entries of the recipe. Every system, stage and choice occurs.
 CASES = [["dit", 0, 3, "attention"], ["iddpm", 2, 1, "all", "channels_last=true"], ["vae", 3, 3, "none"],
@@ -79,9 +79,9 @@ def test_names_of_the_choice():
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(in_fork, tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks")
-    launch("tests/engine/check_blocks.py", folder, json.dumps(CASES), "aot_eager", num=1)
+    in_fork(check_blocks.main, folder, CASES, "aot_eager")
     return json.loads((folder / "figures.json").read_text())
 
 

@@ -8,16 +8,16 @@ import torch
 from dstrain.engine import optimizers
 from dstrain.engine.settings import resolve
 from dstrain.recipe import ConfigError, Run
+from tests.engine import check_optimizers
 from tests.engine.check_optimizers import CASES, HALF, MOVES, NAMES, STEPS
-from tests.support.launch import launch
 
 CASE_NAMES = ["-".join(map(str, case)) for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(on_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
-    launch("tests/engine/check_optimizers.py", "train", folder, folder / "two.json", num=2)
+    on_ranks(2, check_optimizers.main, "train", folder, folder / "two.json")
     return folder
 
 
@@ -26,7 +26,6 @@ def figures(trained):
     return json.loads((trained / "two.json").read_text())
 
 
-@pytest.mark.slow
 class TestTwoRanks:
     @pytest.mark.parametrize("case", CASE_NAMES)
     def test_weights(self, figures, case):
@@ -56,12 +55,11 @@ class TestTwoRanks:
         assert "begins without moments" in found["notes"][0]
 
 
-@pytest.mark.slow
-def test_moved(trained):
+def test_moved(on_ranks, trained):
     """Oracle: ten steps of plain torch; then the run on two ranks at the stage before: what it saved, bit for bit but
     for moments of 8 bits, and its weights five steps later. Muon makes the rounding of a gradient's sum large.
     """
-    launch("tests/engine/check_optimizers.py", "move", trained, trained / "one.json", num=1)
+    on_ranks(1, check_optimizers.main, "move", trained, trained / "one.json")
     found = json.loads((trained / "one.json").read_text())
     assert all(found.pop(f"{name} alone") < 1e-6 for name in NAMES)
     assert len(found) == len(MOVES)
@@ -102,7 +100,7 @@ def test_muon_needs_matrices():
     """Oracle: the system's list of repeated blocks, which is empty."""
     run = Run.model_validate({"optimizer": {"name": "muon"}})
     with pytest.raises(ConfigError, match="Linear has no matrices in repeated blocks"):
-        optimizers.build(torch.nn.Linear(3, 3), run, lambda name, weight: weight.ndim >= 2, ())
+        list(optimizers.groups(torch.nn.Linear(3, 3), run, lambda name, weight: weight.ndim >= 2, ()))
 
 
 def test_own_files_of_deepspeed_are_refused():

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.engine import check_start_memory
 from tests.engine.check_start_memory import BUCKET, DEPTH, WIDTH
-from tests.support.launch import launch
 
 WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH)
 
@@ -20,11 +20,11 @@ def kept(figures: dict) -> int:
 
 
 @pytest.mark.parametrize("world", (1, 32))
-def test_what_a_rank_draws_and_holds(tmp_path, world):
+def test_what_a_rank_draws_and_holds(in_fork, tmp_path, world):
     """Oracle: the sum of what it keeps, times 1.2; one draw of each layer of which it owns a part, and of no other; none
     of what a checkpoint or init_from holds; the values that one process draws for the whole network.
     """
-    launch("tests/engine/check_start_memory.py", tmp_path / "figures.json", world, num=1)
+    in_fork(check_start_memory.main, tmp_path / "figures.json", world)
     starts = json.loads((tmp_path / "figures.json").read_text())
     assert sum("resumed" in figures for figures in starts) == (2 if world == 1 else 0)
     for figures in starts:

@@ -5,18 +5,17 @@ import math
 
 import pytest
 
+from tests.engine import check_step_counts
 from tests.engine.check_step_counts import CASES
-from tests.support.launch import launch
 
-pytestmark = pytest.mark.slow
 BUCKET, PERSISTS = 5 * 10 ** 7, 10 ** 5                  # elements, of ds_configs/
 GROUPS = 2                                               # of weights, with and without decay
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(in_fork, tmp_path_factory):
     folder = tmp_path_factory.mktemp("counts")
-    launch("tests/engine/check_step_counts.py", folder, num=1)
+    in_fork(check_step_counts.main, folder)
     return json.loads((folder / "figures.json").read_text())
 
 
