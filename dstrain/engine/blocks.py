@@ -2,7 +2,8 @@
 
 A block keeps its place and its names; only its `forward` is replaced, so that hooks of modules stay outside of what is
 compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
-cut at each of them. `prepare` makes its blocks leaves there: one hook gathers the weights of the whole block.
+cut at each of them. Nor may they run within recompute=attention, which expects the same operations again. `prepare`
+makes such blocks leaves: one hook gathers the weights of the whole block.
 
 Dynamo keeps graphs by code object, at most eight of each, and its guards tell them apart one after the other. So each
 kind of block gets a copy of the function: a kind is a structure, the shapes of its inputs, and whether gradients are
@@ -36,11 +37,14 @@ def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: 
     scattered   whether the weights will be (ZeRO-3).
     """
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
-    if compiled and scattered and repeated:
+    if scattered and repeated and (compiled or recompute == "attention"):
         from deepspeed.utils import set_z3_leaf_modules
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
             module.register_forward_pre_hook(_with_gradient)      # before DeepSpeed's own hooks
+    if repeated and recompute == "attention":
+        from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+        LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
         keeps = recompute if isinstance(recompute, str) else "none" if number % recompute else "all"
@@ -55,8 +59,15 @@ def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return inputs
-    first = next(tensor for tensor in tensors if tensor.is_floating_point())
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return tuple(value.detach().requires_grad_() if value is first else value for value in inputs)
+
+
+def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """For ZeRO-3's linear layer, which takes the place of torch's in the whole process. Its own adds the bias in place
+    to the product that recompute=attention keeps: when that is used again, the bias would be in it twice.
+    """
+    return torch.ops.aten.linear(values, weight, bias)
 
 
 def compiles(run: Run) -> bool:

@@ -236,9 +236,11 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
         self.param_groups = [group for group in groups if "momentum" not in group]
-        if any(group["params"] for group in self.param_groups):
-            super().step()
-        self.param_groups = groups
+        try:
+            if any(group["params"] for group in self.param_groups):
+                super().step()
+        finally:
+            self.param_groups = groups
         for group in groups if self._matrices is not None else ():
             for flat in group["params"] if "momentum" in group else ():
                 if flat.grad is not None:

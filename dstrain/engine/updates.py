@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dstrain.ranks import group
+
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
@@ -151,7 +153,9 @@ class Updates:
         zero.micro_step_id = INITIAL_MICRO_STEP_ID
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
-            master.grad = zero.flatten(zero.averaged_gradients[number]).to(master.dtype)
+            flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
+            master.grad = (zero.flatten(zero.averaged_gradients[number]) if flat is None else flat).to(master.dtype)
+            zero._release_preflattened_grad_buffers(number)
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
         self._check([master.grad for master in masters], zero.dp_process_group)
@@ -175,9 +179,11 @@ class Updates:
             zero._optimizer_step(number)
             zero.fp16_partitioned_groups_flat[number].copy_(master)              # its pieces are the weights' shares
             zero._release_sub_group(number, set())
-        zero.grad_partitions_flat_buffer.zero_()         # else a weight without a part in the next step has this gradient
+        zero.grad_partitions_flat_buffer.zero_()             # for weights that take no part in the next step
         if weights := zero.persistent_parameters:
-            own, world = torch.cat([weight.ds_tensor for weight in weights]), dist.get_world_size(zero.dp_process_group)
+            # With offload_param the shares lie in the host's memory.
+            own = torch.cat([weight.ds_tensor for weight in weights]).to(group.device())
+            world = dist.get_world_size(zero.dp_process_group)
             if world > 1:
                 whole = own.new_empty(world * own.numel())
                 dist.all_gather_into_tensor(whole, own, group=zero.dp_process_group)

@@ -16,7 +16,9 @@ from dstrain.engine.blocks import Graphs
 from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
 from dstrain.engine.start import start
+from dstrain.ranks import group
 from dstrain.systems.base import System
+from tests.engine.check_engines import gathered
 from tests.support.cases import CASES, modules, request
 from tests.support.launch import ROOT
 
@@ -114,3 +116,25 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
             "breaks": [why[:300] for why in breaks]}
         print(list(figures)[-1], list(figures.values())[-1], flush=True)
     (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def scattered(path: Path) -> None:
+    """Eager blocks at stage 3, whose weights come and go or stay: how far from those that keep everything two steps lead.
+    """
+    figures, expected = {}, None
+    for recompute, keeps in [(recompute, keeps) for recompute in ("none", 2, "attention", "all") for keeps in (0, 10 ** 5)]:
+        run, system = build(path.parent, "dit", 0, recompute, [f"batch.global={BATCH * group.world()}", "compile=off"])
+        zero = {"stage": 3, "stage3_param_persistence_threshold": keeps}
+        settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
+        engines = Engines(system.networks, run, settings, system.decays, system.blocks())
+        for part in engines:                          # biases and gates of zero would hide a mistake
+            torch.manual_seed(0)
+            engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in engines.shapes(part).items()])
+        train(system, engines)
+        weights = {name: value for masters in engines.masters.values()
+                   for name, value in gathered(masters, masters.flats).items()}
+        expected = expected or weights
+        figures[f"{recompute} {keeps}"] = max((weights[name] - value).abs().max().item()
+                                                      for name, value in expected.items())
+    if group.rank() == 0:
+        path.write_text(json.dumps(figures))

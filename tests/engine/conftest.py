@@ -20,7 +20,7 @@ from tests.support.spawn import place
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
     from dstrain.engine.start import start
-    environment = dict(os.environ)
+    environment, linear = dict(os.environ), torch.nn.functional.linear
     _import_all()
     start(timeout_minutes=1)
     from deepspeed.comm import comm
@@ -29,6 +29,7 @@ def alone() -> Iterator[None]:
     gc.unfreeze()
     dist.destroy_process_group()
     comm.cdb = None
+    torch.nn.functional.linear = linear           # ZeRO-3 puts its own in this place
     # DeepSpeed keeps the groups that it has made in variables of this module, beside its functions and classes.
     for name, value in vars(groups).items():
         if name.endswith("_GROUP") and value is not None:

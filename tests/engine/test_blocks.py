@@ -97,6 +97,14 @@ def test_compiled(figures, case):
     assert found["apart"] < 1e-4 and found["losses"]["on"] == pytest.approx(found["losses"]["off"], rel=1e-5)
 
 
+@pytest.mark.parametrize("world", (1, 2))
+def test_scattered_weights(on_ranks, tmp_path, world):
+    """Oracle: blocks that keep everything: two steps at stage 3, for every choice of recomputation."""
+    on_ranks(world, check_blocks.scattered, tmp_path / "figures.json")
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert len(found) == 8 and max(found.values()) < 1e-5, found
+
+
 @pytest.mark.slow
 def test_by_inductor():
     """Oracle: the gradient of eager blocks that keep everything, to fp32 rounding; both blocks share one graph."""
