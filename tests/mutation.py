@@ -68,7 +68,7 @@ TESTS = {
     "dstrain/engine/contents.py": ["tests/engine/test_contents.py"],
     "dstrain/engine/course.py": ["tests/engine/test_course.py", "tests/engine/test_checkpoint.py"],
     "dstrain/engine/engines.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
-                                  "tests/engine/test_engines.py"],
+                                  "tests/engine/test_initial.py", "tests/engine/test_engines.py"],
     "dstrain/engine/masters.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
                                   "tests/engine/test_engines.py", "tests/engine/test_elastic.py"],
     "dstrain/engine/nonfinite.py": ["tests/engine/test_nonfinite.py", "tests/engine/test_masters.py",

@@ -3,6 +3,7 @@
 A case is a system, an index of its CASES, a stage, model.recompute, and further entries of the recipe.
 """
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -119,17 +120,17 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
 
 
 def scattered(path: Path) -> None:
-    """Eager blocks at stage 3, whose weights come and go or stay: how far from those that keep everything two steps lead.
-    """
+    """Eager blocks at stage 3, whose weights come and go or stay: how far they lead from blocks that keep everything."""
     figures, expected = {}, None
-    for recompute, keeps in [(recompute, keeps) for recompute in ("none", 2, "attention", "all") for keeps in (0, 10 ** 5)]:
+    for recompute, keeps in itertools.product(("none", 2, "attention", "all"), (0, 10 ** 5)):
         run, system = build(path.parent, "dit", 0, recompute, [f"batch.global={BATCH * group.world()}", "compile=off"])
         zero = {"stage": 3, "stage3_param_persistence_threshold": keeps}
         settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
         engines = Engines(system.networks, run, settings, system.decays, system.blocks())
         for part in engines:                          # biases and gates of zero would hide a mistake
             torch.manual_seed(0)
-            engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in engines.shapes(part).items()])
+            shapes = engines.shapes(part).items()
+            engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in shapes])
         train(system, engines)
         weights = {name: value for masters in engines.masters.values()
                    for name, value in gathered(masters, masters.flats).items()}
