@@ -375,6 +375,18 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
     assert store.newest(pytest.fail)[0] == 20 and whole(store, 20)
 
 
+def test_a_step_is_put_aside_again(tmp_path):
+    """Oracle: the content of the later of two checkpoints of one step."""
+    store = Store(tmp_path, keep=5)
+    save(store, 5, 10)
+    store.set_aside(5)
+    (tmp_path / "step_00000010.aside" / "of the first time").touch()
+    save(store, 10)
+    store.set_aside(5)
+    assert store.steps() == [5] and store.put_aside() == [10]
+    assert not (tmp_path / "step_00000010.aside" / "of the first time").exists()
+
+
 def in_child(work) -> int:
     """Runs work() in a forked process, which ends with it: its process id."""
     child = os.fork()
