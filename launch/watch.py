@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments, ending      # not cli, which imports torch: that takes seconds
 from dstrain.report import state
 
 _HELP = """\
@@ -45,11 +45,8 @@ def main() -> None:
         print(clear + text, flush=True)
         if not options["follow"]:
             return
-        try:
-            time.sleep(max(options["seconds"], 0.2))
-        except KeyboardInterrupt:
-            return
+        time.sleep(max(options["seconds"], 0.2))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    ending.run_main(main)
