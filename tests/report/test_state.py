@@ -61,3 +61,17 @@ def test_control_c(tmp_path):
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=60)
     assert (process.returncode, out, error) == (130, "False\n", "watch.py: interrupted\n")
+
+
+def test_control_c_at_once(tmp_path):
+    """Oracle: a real SIGINT while it imports pydantic: exit code 130, and nothing is printed."""
+    program = ("import os, runpy, signal, sys\n"
+               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+               "class Finder:\n"
+               "    def find_spec(name, *_):\n"
+               "        if name == 'pydantic':\n            os.kill(os.getpid(), signal.SIGINT)\n"
+               "sys.meta_path.insert(0, Finder)\n"
+               "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow"],
+                          env=environment(), text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
