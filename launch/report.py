@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments, ending      # not cli, which imports torch: that takes seconds
+from dstrain.recipe import ConfigError
 from dstrain.report import page
 
 _HELP = """\
@@ -26,10 +27,10 @@ def _options(argv: list[str] | None = None) -> tuple[list[Path], Path]:
     parser.add_argument("--out", type=Path)
     words = parser.words(argv)
     if not words["runs"]:
-        raise cli.ConfigError("name the folder of a run, for example: launch/report.py runs/dit-small")
+        raise ConfigError("name the folder of a run, for example: launch/report.py runs/dit-small")
     alone = len(set(words["runs"])) == 1
     return words["runs"], words["out"] or (words["runs"][0] if alone else Path()) / "report.html"
 
 
 if __name__ == "__main__":
-    cli.run_main(lambda: print(page.write(*_options())))
+    ending.run_main(lambda: print(page.write(*_options())))

@@ -5,9 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-from dstrain.command import arguments, cli
-from dstrain.report import state
-
 _HELP = """\
 Shows where runs stand: step, loss, rate, time left, newest checkpoint, newest picture.
 
@@ -25,6 +22,8 @@ imported   published weights                         below the table
 
 
 def _options(argv: list[str] | None = None) -> dict:
+    from dstrain.command import arguments
+
     parser = arguments.Parser(_HELP)
     parser.add_argument("folders", type=Path, nargs="*")
     parser.add_argument("--follow", action="store_true")
@@ -34,6 +33,8 @@ def _options(argv: list[str] | None = None) -> dict:
 
 
 def main() -> None:
+    from dstrain.report import state
+
     options = _options()
     while True:
         states = [state.state(folder) for folder in state.runs(options["folders"] or [Path("runs")])]
@@ -45,11 +46,12 @@ def main() -> None:
         print(clear + text, flush=True)
         if not options["follow"]:
             return
-        try:
-            time.sleep(max(options["seconds"], 0.2))
-        except KeyboardInterrupt:
-            return
+        time.sleep(max(options["seconds"], 0.2))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    try:                                       # imports of dstrain stand within, so that Ctrl-C always ends quietly
+        from dstrain.command.ending import run_main      # not cli, which imports torch: that takes seconds
+        run_main(main)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

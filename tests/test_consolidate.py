@@ -503,7 +503,8 @@ def test_damaged_files_of_torch(tmp_path):
             assert "b.pt" in str(error)
             refusals += 1
     assert refusals > 30
-    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "j.pt")
+    # No Linear: DeepSpeed's stage 3 replaces F.linear for the whole process, and its own cannot be scripted.
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), tmp_path / "j.pt")
     with pytest.raises(ValueError, match="TorchScript"):
         torch_files.load(tmp_path / "j.pt")
     torch.save([torch.ones(2)], tmp_path / "old.pt", _use_new_zipfile_serialization=False)

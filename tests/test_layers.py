@@ -254,3 +254,18 @@ print([name for name in {sorted(OWNERS)} if name in sys.modules], threading.acti
     done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
                           timeout=120)
     assert done.stdout.split() == ["[]", "1"], done.stdout + done.stderr[-3000:]
+
+
+def test_scripts_that_read_do_without_torch():
+    """Oracle: a fresh interpreter that runs the scripts that a user starts often and briefly: torch takes seconds."""
+    program = f"""
+import contextlib, io, runpy, sys
+sys.argv = ["", "--help"]
+for name in ("watch", "report", "consolidate"):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(f"{ROOT}/launch/{{name}}.py", run_name="__main__")
+print("dstrain.report.page" in sys.modules, [name for name in ("torch", *{sorted(OWNERS)}) if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True,
+                          timeout=120)
+    assert done.stdout == "True []\n", done.stdout + done.stderr[-3000:]

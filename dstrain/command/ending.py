@@ -4,9 +4,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
-from dstrain.ranks import endings, group
-from dstrain.ranks.place import Place
+from dstrain.ranks import endings
+from dstrain.ranks.place import Place, place
 from dstrain.ranks.presence import presence
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
@@ -23,17 +24,23 @@ def run_main(main: Callable[[], None]) -> None:
         _run_main(main)
     except SystemExit as ended:
         _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-        group.quit_among_others(ended.code)
+        if group := _group():
+            group.quit_among_others(ended.code)
         raise
     _note(endings.DONE)
 
 
 def _place() -> Place:
     try:
-        return group.place()
+        return place()
     except ValueError as error:                    # of the launcher's variables; every later call would say the same
         print(f"{Path(sys.argv[0]).name}: error:\n  {error}", file=sys.stderr)
         raise SystemExit(endings.WRONG_INPUT) from None
+
+
+def _group() -> ModuleType | None:
+    """dstrain.ranks.group, where a script has loaded it: it imports torch, which those that only read do without."""
+    return sys.modules.get("dstrain.ranks.group")
 
 
 def _note(code: int) -> None:
@@ -55,18 +62,18 @@ def _run_main(main: Callable[[], None]) -> None:
                 ConfigError: endings.WRONG_INPUT}
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if group.lost(error):
+        if (group := _group()) and group.lost(error):
             group.end(error)
         raise
 
 
 def _report(error: Exception) -> None:
-    place = group.place()
-    if place.rank:
+    rank = place().rank
+    if rank:
         # Mostly rank 0 reports the same, and its end ends this rank. A fault of this machine alone is reported here.
         time.sleep(3)
     lines = getattr(error, "problems", [str(error)])
-    where = f" [rank {place.rank}]" if place.rank else ""
+    where = f" [rank {rank}]" if rank else ""
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
     print(f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr,
           flush=True)

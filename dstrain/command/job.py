@@ -186,16 +186,9 @@ def _check_step(run: Run, options: JobOptions) -> None:
 
 
 def _check_profile(run: Run, options: JobOptions) -> None:
-    """ConfigError: the steps of --profile are not taken by this command."""
-    if options.profile is None:
-        return
-    first, last, _ = options.profile
-    begin = 0 if options.from_scratch else options.step or folders.last_saved(run.directory)
-    if last > run.steps:
-        raise ConfigError(f"--profile: step {last} lies beyond steps={run.steps}: name steps up to that")
-    if first < begin:
-        raise ConfigError(f"--profile: the run goes on from step {begin}, behind step {first}: name steps from {begin} "
-                          "on, or leave it out")
+    """ConfigError: the steps of --profile lie beyond the run. Steps before a resume are left to track/profile.py."""
+    if options.profile is not None and options.profile[1] > run.steps:
+        raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
 
 
 def _require_samples(run: Run, system: System) -> None:

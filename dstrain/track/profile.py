@@ -18,7 +18,7 @@ _ALLOCATIONS = 200_000                           # that a snapshot of memory goe
 
 
 class Profile:
-    """Records the window once, while `at` is called after each step.
+    """Records the window once, while `at` is called after each step; not where a run goes on from within or behind it.
 
     window: A, B and N; None records nothing. done: steps that are done already. note: writes a line into the log, of
     rank 0 alone.
@@ -28,8 +28,11 @@ class Profile:
                  note: Callable[[str], None]) -> None:
         self._folder, self._note = folder / "profile", note
         self._first, self._last, ranks = window or (0, 0, 1)
-        self._waits = group.rank() % ranks == 0
+        self._waits = group.rank() % ranks == 0 and done <= self._first
         self._profiler: Any = None
+        if window and done > self._first:         # the same command again, as a queue types it
+            note(f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step "
+                 f"{done}")
         self.at(done)
 
     def at(self, done: int) -> None:
@@ -44,6 +47,7 @@ class Profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.synchronize()              # else the trace begins with kernels of the step before
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profiler.start()

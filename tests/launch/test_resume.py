@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
-from tests.support.launch import command
+from tests.support.launch import command, launch
 from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
                                 train, wait_for, wait_for_end)
 
@@ -57,6 +57,20 @@ def test_sigterm_to_the_launcher(undisturbed):
     assert 20 <= at < STEPS and f"stopped at step {at} " in log
     finish(train(stopped, 2, launcher=True))
     assert files(folder, STEPS) == files(stopped, STEPS)
+
+
+def test_a_command_with_profile_goes_on(tmp_path):
+    """Oracle: the first command's trace: typed again beyond the window, the command goes on, says so and leaves it."""
+    folder = tmp_path / "run"
+    words = ["launch/train.py", "--recipe", "tests/launch/tiny.yaml", f"folder={folder}", "--profile", "1:2",
+             "every.sample=0"]
+    launch(*words, "steps=3", num=1)
+    [trace] = (folder / "profile").iterdir()
+    before = trace.read_bytes()
+    launch(*words, "steps=5", num=1)
+    log = (folder / "log.txt").read_text()
+    assert "--profile: steps 2 to 2 are not recorded: the run goes on from step 3" in log and "complete: 5 steps" in log
+    assert [trace] == list((folder / "profile").iterdir()) and trace.read_bytes() == before
 
 
 def test_one_rank_trains_the_same_curve(undisturbed, tmp_path):

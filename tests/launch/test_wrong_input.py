@@ -83,8 +83,6 @@ WRONG = {
     "profile of no step": (["--profile", "10:10"], "'10:10' holds no step: write A:B with A below B"),
     "profile of a word": (["--profile", "ten"], "'ten' is not A:B or A:B:N, such as 10:13"),
     "profile beyond the end": (["--profile", "5:30", "steps=20"], "--profile: step 30 lies beyond steps=20"),
-    "profile of saved steps": (["--profile", "499:501", "folder=lost", "name=lost"],
-                               "--profile: the run goes on from step 500, behind step 499: name steps from 500 on"),
     "step zero": (["--step", "0"], "'0' is not a whole number above 0"),
     "no such checkpoint": (["--step", "5"], "--step 5: runs/dit-small holds no checkpoint of that step; it holds none"),
     "a step, from scratch": (["--step", "5", "--from-scratch"], "--step 5 and --from-scratch: give one of the two"),

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 from dstrain.runs import folders
 from tests.report.folder import made
-from tests.support.launch import here
+from tests.support.launch import ROOT, environment, here
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
@@ -42,3 +45,33 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert code == 2 and "is no folder: name a run, or a folder of runs" in error
     assert here("watch.py", [tmp_path / "runs" / "more" / "rubbish" / "samples"], monkeypatch, capsys)[1].startswith(
         "no run here")
+
+
+def test_control_c(tmp_path):
+    """Oracle: a real SIGINT while it follows a run: one line, exit code 130, and torch was never imported."""
+    made(tmp_path / "run", steps=8)
+    program = ("import runpy, signal, sys\n"
+               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"          # a shell's background job ignores it
+               "sys.argv = sys.argv[1:]\n"
+               "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+               "finally:\n    print('torch' in sys.modules)")
+    with subprocess.Popen([sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow", "--json"],
+                          env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert json.loads(process.stdout.readline())[0]["run"] == "run"
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error) == (130, "False\n", "watch.py: interrupted\n")
+
+
+def test_control_c_at_once(tmp_path):
+    """Oracle: a real SIGINT while it imports pydantic: exit code 130, and nothing is printed."""
+    program = ("import os, runpy, signal, sys\n"
+               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+               "class Finder:\n"
+               "    def find_spec(name, *_):\n"
+               "        if name == 'pydantic':\n            os.kill(os.getpid(), signal.SIGINT)\n"
+               "sys.meta_path.insert(0, Finder)\n"
+               "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", program, ROOT / "launch" / "watch.py", tmp_path, "--follow"],
+                          env=environment(), text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

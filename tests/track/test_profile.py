@@ -4,17 +4,17 @@ import gzip
 import json
 
 import pytest
+import torch
 
 from dstrain import recipe
 from dstrain.ranks import group
+from dstrain.track.profile import Profile
 from dstrain.track.throughput import Throughput
 
 
 @pytest.fixture
 def steps(tmp_path):
     """Takes the steps of a run from `first` on, in which step n multiplies matrices of n rows; the files, and the log."""
-    import torch
-
     def take(window, first=0, count=6, end=True):
         run, lines = recipe.load(None, [f"folder={tmp_path}"]), []
         made = Throughput(run, first, lambda: 0.0, window=window, note=lines.append)
@@ -44,6 +44,26 @@ def test_the_steps_of_the_window_are_recorded(steps, tmp_path, window, first, ex
     assert files == [f"steps_{window[0]}-{window[1]}_rank_0.json.gz"] and len(lines) == 1
     assert str(tmp_path / "profile") in lines[0]
     assert rows(tmp_path / "profile" / files[0]) == expected
+
+
+@pytest.mark.parametrize("window, first", [((2, 4, 1), 3), ((2, 4, 1), 4), ((2, 4, 1), 60)])
+def test_a_window_that_has_begun_is_left_out(steps, window, first):
+    """Oracle: the same command again, from within the window, its end and far behind it: no file, one line, and no end.
+    """
+    files, lines = steps(window, first)
+    assert files == [] and lines == [f"--profile: steps 3 to 4 are not recorded: the run goes on from step {first}"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a trace of kernels needs a GPU")
+def test_kernels_are_those_of_the_window(tmp_path):
+    """Oracle: kernels that spin for half a second, one in each step: the trace of one step holds one of them."""
+    made = Profile(tmp_path, (1, 2, 1), 0, print)
+    for done in (1, 2, 3):
+        torch.cuda._sleep(1_000_000_000)
+        made.at(done)
+    [path] = (tmp_path / "profile").glob("*.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert len([event for event in events if event.get("cat") == "kernel" and "spin" in event["name"]]) == 1
 
 
 def test_other_ranks_and_commands_record_nothing(steps, monkeypatch):
