@@ -7,15 +7,16 @@ part, between forward and backward pass, in eager mode and with a GPU's fused at
 Per cent are further FLOPs of both passes, by torch's own count. RECIPE is a name in launch/recipes/ or a file.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 
 from dstrain import recipe, systems
+from dstrain.command.arguments import Parser, positive
 from dstrain.command.ending import run_main
 from dstrain.engine.activations import flops, kept
 from dstrain.engine.blocks import prepare
+from dstrain.systems.base import System
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
@@ -29,12 +30,19 @@ LARGE = {"dit-xl2-imagenet256": [*_LATENTS, "model.image_size=32"],
 CHOICES = ("none", "attention", 2, 4, "all")
 
 
-def measure(name: str, choice: str | int, batch: int) -> tuple[int, int]:
-    """Bytes and FLOPs of a step of the first part of a recipe's system, with `batch` samples."""
+def system_of(name: str) -> System:
+    """The system of a recipe: a name in launch/recipes/, or a file."""
     path = Path(__file__).resolve().parent / "recipes" / f"{name}.yaml"
-    run = recipe.load(path if path.exists() else Path(name), LARGE.get(name, []))
-    run = recipe.check(run, systems.config_class(run.system))
-    system = systems.build(run.system, run.model)
+    if not path.exists() and not Path(name).exists():
+        raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.nearby(path, '*.yaml')}")
+    with recipe.reworded(options={"--recipe ": "RECIPE "}):
+        run = recipe.load(path if path.exists() else Path(name), LARGE.get(name, []))
+        run = recipe.check(run, systems.config_class(run.system))
+        return systems.build(run.system, run.model)
+
+
+def measure(system: System, choice: str | int, batch: int) -> tuple[int, int]:
+    """Bytes and FLOPs of a step of the first part of a system, with `batch` samples."""
     part = next(iter(system.parts))
 
     with torch.device("meta"):
@@ -49,14 +57,16 @@ def measure(name: str, choice: str | int, batch: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("recipes", nargs="*", default=list(LARGE), help="names in launch/recipes/, or files")
-    parser.add_argument("--batch", type=int, default=1, help="samples of the counted step")
-    options = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE")
+    parser.add_argument("--batch", type=positive, default=1)
+    words = parser.words()
+    batch, names = words["batch"], words["recipes"] or list(LARGE)
+    built = {name: system_of(name) for name in names}          # a wrong name is reported before the table begins
     print("| recipe |", " | ".join(map(str, CHOICES)), "|\n|---|" + "---|" * len(CHOICES))
-    for name in options.recipes:
-        costs = [measure(name, choice, options.batch) for choice in CHOICES]
-        cells = [f"{size / options.batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %"
+    for name, system in built.items():
+        costs = [measure(system, choice, batch) for choice in CHOICES]
+        cells = [f"{size / batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %"
                  for size, work in costs]
         print(f"| `{Path(name).stem}` |", " | ".join(cells), "|", flush=True)
 

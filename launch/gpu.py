@@ -1,6 +1,7 @@
 """Tests and measures dstrain on a machine with a GPU, unattended: python launch/gpu.py --part N. See launch/gpu.md."""
 
 import argparse
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 
 def main() -> int:
-    """0 if every case ended well and met its targets, else 1."""
+    """0 if every case ended well and met its targets, 1 if not, 2 without a GPU and for names that no case has."""
     options = _options()
     from dstrain.bench import cases, kit
     known = cases.cases()
@@ -17,9 +18,16 @@ def main() -> int:
         (case,) = [case for case in known if case.name == options.case]
         from dstrain.engine.start import start
         return kit.run_case(case, options.record, options.dry_run, options.out, start)
+    in_reach = [case.name for case in known if options.part in (None, case.part)]
+    for word in options.only.split(",") if options.only else ():
+        if not any(_named(name, word, known) for name in in_reach):
+            where = f"of part {options.part} " if options.part else ""
+            print(f"launch/gpu.py: --only {word}: no case {where}has this in its name; there are, the nearest first:",
+                  *_nearest(word, in_reach), sep="\n    ", file=sys.stderr)
+            return 2
     if options.list:
-        for part, title in cases.TITLES.items():
-            print(f"part {part}: {title}")
+        for part in sorted({case.part for case in chosen}):
+            print(f"part {part}: {cases.TITLES[part]}")
             print("\n".join(f"    {case.name}" for case in chosen if case.part == part))
         return 0
     from dstrain.ranks import group
@@ -32,13 +40,22 @@ def main() -> int:
         own = [case for case in chosen if case.part == part]
         good &= kit.run_part(part, cases.TITLES[part], own, options.out, options.dry_run,
                              [sys.executable, os.path.abspath(__file__)], options.seconds)
-    return 0 if good and chosen else 1
+    return 0 if good else 1
 
 
 def _named(name: str, only: str, known: list[Any]) -> bool:
     """Whether --only chooses a case: by its whole name, or by a word that is no whole name and stands in it."""
     whole = {case.name for case in known}
     return not only or any(word == name if word in whole else word in name for word in only.split(","))
+
+
+def _nearest(word: str, names: list[str]) -> list[str]:
+    """The names, those first that hold a stretch most like the word."""
+    def likeness(name: str) -> float:
+        matcher = difflib.SequenceMatcher(None, name.lower(), word.lower(), autojunk=False)
+        longest = matcher.find_longest_match().size
+        return longest + matcher.ratio()                     # whole stretches count more than scattered letters
+    return sorted(names, key=likeness, reverse=True)
 
 
 def _options() -> argparse.Namespace:

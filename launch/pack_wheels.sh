@@ -17,7 +17,7 @@ pinned() { python -c "import importlib.metadata as m, sys; print(*(f'{n}=={m.ver
 DS_BUILD_OPS=0 python -m pip wheel -q --no-deps "$(pinned deepspeed)" -w .whl
 # Each once: pip refuses two versions of a package. Compiled ones are fetched for that machine's Python, not for ours.
 for package in $(pinned pydantic pydantic-core diffusers) annotated-types typing-inspection hjson importlib_metadata zipp \
-    "$@"; do
+    $(pinned plotly) narwhals "$@"; do
   python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
     -d .whl "$package"
 done

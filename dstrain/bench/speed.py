@@ -18,7 +18,7 @@ from dstrain.bench.timing import alternate
 from dstrain.engine.settings import precision as precision_of
 from dstrain.engine.start import start
 from dstrain.ranks import group
-from dstrain.recipe import Run
+from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.track.flops import matmul_rate, step_flops
 
@@ -30,27 +30,31 @@ _KERNELS = 20                                # of a profile that the JSON keeps
 def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overrides: Sequence[str] = (),
            stage: int = 1, precision: str = "bf16", zero: dict[str, Any] | None = None, accumulation: int = 1,
            rounds: int = 4, steps: int = 4, targets: dict[str, dict[str, float]] | None = None) -> None:
-    """Times `sides` at that batch. `targets`: bounds of rows by name. A dry run has two samples in a micro-batch."""
-    start()
+    """Times `sides` at that batch. `targets`: bounds of rows by name. A dry run has two samples in a micro-batch.
+
+    Overrides that the settings refuse, such as an optimizer whose library is missing, are left out with the reason.
+    """
     device, targets = group.device(), targets or {}
     if precision == "fp16" and device.type == "cpu":
         return record.left_out("fp16 needs a GPU")
     batch, rounds, steps = (2 * accumulation, 1, 1) if record.dry else (batch, rounds, steps)
     run = jobs.published(recipe, record.dry, [f"batch.global={batch}", f"batch.micro={batch // accumulation}",
                                               *overrides])
-    settings = jobs.settings(run, stage, precision, **(zero or {}))
+    try:
+        settings = jobs.settings(run, stage, precision, **(zero or {}))
+    except ConfigError as error:
+        if not overrides:                    # what is published must be accepted
+            raise
+        return record.left_out(error.problems[0])
+    start()
     system, first = system_of(run), run.steps // 2            # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     flops = step_flops(system, run.batch.global_, first)
     built: dict[str, Step] = {}
-    held: dict[str, int] = {}                # bytes of weights and states
+    held: dict[str, int] = {}                # bytes of weights, moments and averages
     for side in sides:
         before = _allocated()
-        if side == "dstrain":
-            built[side] = Dstrain(run, settings, system, batches).step
-        elif side == "plain":
-            built[side] = Plain(run, system, batches, DTYPES[precision_of(settings)]).step
-        elif step := _rival(record, side, run, settings, system, batches):
+        if step := _side(record, side, run, settings, system, batches, first):
             built[side] = step
         held[side] = _allocated() - before
     times = alternate(built, device, first, rounds=rounds, steps=steps, warm_up=1 if record.dry else 3)
@@ -76,15 +80,26 @@ def beside(record: Record, recipe: str, batch: int, sides: Sequence[str], overri
         row(f"dstrain / {side}", least[side] / least["dstrain"], "of its speed")
 
 
-def _rival(record: Record, side: str, run: Run, settings: dict[str, Any], system: System,
-           batches: Repeated) -> Step | None:
+def _side(record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated,
+          first: int) -> Step | None:
+    """The step of a side that has taken number `first`: an optimizer makes its moments then. None: see _rival."""
+    if side not in ("dstrain", "plain"):
+        return _rival(record, side, run, settings, system, batches, first)
+    step = (Dstrain(run, settings, system, batches) if side == "dstrain" else
+            Plain(run, system, batches, DTYPES[precision_of(settings)])).step
+    step(first)
+    return step
+
+
+def _rival(record: Record, side: str, run: Run, settings: dict[str, Any], system: System, batches: Repeated,
+           first: int) -> Step | None:
     """A rival's step, once it has taken one; None, with a row that says so, where it fails: that ends no case."""
     if reason := available(side):
         record.left_out(reason)
         return None
     try:
         step = rivals(run, settings, system, batches, (side,))[side].step
-        step(0)
+        step(first)
     except Exception:
         record.detail(f"{side} failed", traceback.format_exc())
         step = None

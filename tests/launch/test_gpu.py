@@ -1,15 +1,23 @@
 """The kit for a GPU: its runner, its figures, and a dry run of a case of every kind, on the CPU."""
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from dstrain.bench import cases, jobs, kit, report
+from dstrain.bench import cases, correct, jobs, kit, report, speed
+from dstrain.bench.sides import Repeated, system_of
 from dstrain.bench.speed import idle_share
+from dstrain.engine.updates import Late
+from dstrain.recipe import ConfigError
+from dstrain.systems.phenaki.maskgit import Pending
 from tests.launch.kit_cases import CASES
 from tests.support.launch import ROOT, environment
 
@@ -130,3 +138,68 @@ def test_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, script, "--part", "3", "--out", tmp_path / "out"], env=environment(),
                           text=True, capture_output=True, timeout=300)
     assert done.returncode == 2 and "--dry-run" in done.stderr and not (tmp_path / "out").exists()
+
+
+def kit_says(*words: object) -> tuple[int, str]:
+    """Exit code, and all that launch/gpu.py prints."""
+    done = subprocess.run([sys.executable, ROOT / "launch/gpu.py", *map(str, words)], env=environment(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_names_of_cases(tmp_path):
+    """Oracle: launch/gpu.md: a name that no case has ends with 2, beside the nearest names; --list keeps to a part."""
+    code, text = kit_says("--dry-run", "--only", "stall,mvae fp32", "--out", tmp_path / "out")
+    assert code == 2 and "--only mvae fp32: no case" in text and not (tmp_path / "out").exists()
+    assert text.splitlines()[1].strip() == "vae fp32"
+    assert len(text.splitlines()) == 1 + len(cases.cases())
+    code, text = kit_says("--list", "--part", 4)
+    (case,) = [case for case in cases.cases() if case.part == 4]
+    assert (code, text.splitlines()) == (0, [f"part 4: {cases.TITLES[4]}", f"    {case.name}"])
+
+
+def test_waits_are_counted():
+    """Oracle: waits made by hand, each once; of late reads, those of dstrain and MaskGit, so many are expected."""
+    late, pending = Late(torch.ones(1)), Pending(torch.ones(1, dtype=torch.bool))
+    before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
+    with correct.waits() as counts:
+        late._copied = pending.event = SimpleNamespace(synchronize=partial(torch.cuda.Event.synchronize, None))
+        for wait in (torch.cuda.synchronize, partial(torch.cuda.Stream.synchronize, None),
+                     partial(torch.cuda.Event.synchronize, None), late.read, late.read, pending.places):
+            with contextlib.suppress(Exception):             # counted first; then it fails without a GPU or a stream
+                wait()
+    assert before == (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize)
+    assert sum(counts.values()) == 6
+    assert [correct.unexpected(counts, late) for late in (0, 1, 2)] == [6, 4, 3]
+
+
+def test_a_side_holds_its_moments(tmp_path):
+    """Oracle: AdamW's two moments a weight, which it makes in its first step: they are held before a side is timed."""
+    run = jobs.published("DiT-XL/2", True, ["batch.global=2"])
+    system, settings = system_of(run), jobs.settings(run, 1, "bf16")
+    step = speed._side(report.Record(tmp_path / "record", True, tmp_path), "plain", run, settings, system,
+                       Repeated(system, 2, 1), 1)
+    network = step.__self__.networks["denoiser"]
+    moments = [state[name] for state in network.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(moment.numel() for moment in moments) == 2 * sum(weight.numel() for weight in network.weights)
+
+
+def test_a_refused_choice_is_left_out(tmp_path, monkeypatch):
+    """Oracle: the settings' own message; what a recipe ships with must be accepted, and raises."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)                   # as where it is not installed
+    record = report.Record(tmp_path / "record", True, tmp_path)
+    speed.beside(record, "DiT-XL/2", 256, ("dstrain",), overrides=("optimizer.name=adamw8bit",))
+    rows, details = report.read(tmp_path / "record")
+    assert not rows and "optimizer.name=adamw8bit needs bitsandbytes" in details["left out"]
+    with pytest.raises(ConfigError, match="offload_param"):
+        speed.beside(record, "DiT-XL/2", 256, ("dstrain",), zero={"offload_param": {"device": "cpu"}})
+
+
+@pytest.mark.parametrize("words, problem", [(("--batch", "0"), "--batch: '0' is not a whole number above 0"),
+                                            (("dit-small", "dit-smal"), "RECIPE dit-smal: there is no such name")])
+def test_wrong_words_for_recomputation(words, problem):
+    """Oracle: exit code 2 and the argument's own name, before the table begins."""
+    done = subprocess.run([sys.executable, ROOT / "launch/bench_recompute.py", *words], env=environment(), text=True,
+                          capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert problem in done.stderr and "Traceback" not in done.stderr
