@@ -102,7 +102,7 @@ def test_scattered_weights(on_ranks, tmp_path, world):
     """Oracle: blocks that keep everything: two steps at stage 3, for every choice of recomputation."""
     on_ranks(world, check_blocks.scattered, tmp_path / "figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())
-    assert len(found) == 8 and max(found.values()) < 1e-5, found
+    assert len(found) == 9 and max(found.values()) < 1e-5, found
 
 
 @pytest.mark.slow
