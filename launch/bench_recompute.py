@@ -16,7 +16,6 @@ from dstrain.command.arguments import Parser, positive
 from dstrain.command.ending import run_main
 from dstrain.engine.activations import flops, kept
 from dstrain.engine.blocks import prepare
-from dstrain.systems.base import System
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
@@ -30,7 +29,7 @@ LARGE = {"dit-xl2-imagenet256": [*_LATENTS, "model.image_size=32"],
 CHOICES = ("none", "attention", 2, 4, "all")
 
 
-def system_of(name: str) -> System:
+def system_of(name: str) -> systems.System:
     """The system of a recipe: a name in launch/recipes/, or a file."""
     path = Path(__file__).resolve().parent / "recipes" / f"{name}.yaml"
     if not path.exists() and not Path(name).exists():
@@ -41,7 +40,7 @@ def system_of(name: str) -> System:
         return systems.build(run.system, run.model)
 
 
-def measure(system: System, choice: str | int, batch: int) -> tuple[int, int]:
+def measure(system: systems.System, choice: str | int, batch: int) -> tuple[int, int]:
     """Bytes and FLOPs of a step of the first part of a system, with `batch` samples."""
     part = next(iter(system.parts))
 
