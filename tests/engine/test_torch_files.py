@@ -1,5 +1,6 @@
 """Files of torch.save and what is written from them: shells, bounds, durability; more: tests/test_consolidate.py."""
 
+import io
 import os
 import struct
 import zipfile
@@ -7,7 +8,7 @@ import zipfile
 import pytest
 import torch
 
-from dstrain.engine import torch_files
+from dstrain.engine import streams, torch_files
 from dstrain.engine.streams import Entry, write_model
 from dstrain.recipe import ConfigError
 
@@ -76,3 +77,14 @@ def test_what_is_written_is_synced(tmp_path, monkeypatch, shard_size):
     write_model(tmp_path / "out", entries, shard_size, {}, lambda count: None)
     assert synced == {path.name for path in (tmp_path / "out").iterdir()}
     assert len(synced) == (1 if shard_size > 16 else 3)
+
+
+def test_a_file_that_takes_a_part_at_a_time():
+    """Oracle: the bytes; a write may take fewer than it was given, as of more than 2 GiB."""
+    class Slow(io.BytesIO):
+        def write(self, data):
+            return super().write(data[:3])
+
+    file = Slow()
+    streams._put(file, memoryview(bytes(range(20))))
+    assert file.getvalue() == bytes(range(20))
