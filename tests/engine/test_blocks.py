@@ -105,7 +105,6 @@ def test_scattered_weights(on_ranks, tmp_path, world):
     assert len(found) == 9 and max(found.values()) < 1e-5, found
 
 
-@pytest.mark.slow
 def test_by_inductor():
     """Oracle: the gradient of eager blocks that keep everything, to fp32 rounding; both blocks share one graph."""
     found, before = [], counters["stats"]["unique_graphs"]

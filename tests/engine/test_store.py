@@ -375,6 +375,14 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
     assert store.newest(pytest.fail)[0] == 20 and whole(store, 20)
 
 
+def test_an_error_is_of_the_latest_save(tmp_path):
+    """Oracle: by hand: after a save that failed, a step that is there already is no failure."""
+    store = Store(tmp_path)
+    save(store, 5)
+    assert not store.save(10, lambda folder: 1 / 0) and store.error
+    assert store.save(5, write(5)) and store.error is None
+
+
 def test_a_step_is_put_aside_again(tmp_path):
     """Oracle: the content of the later of two checkpoints of one step."""
     store = Store(tmp_path, keep=5)
