@@ -64,7 +64,7 @@ TESTS = {
                                   "tests/engine/test_engines.py"],
     "dstrain/engine/accumulation.py": ["tests/engine/test_accumulation.py"],
     "dstrain/engine/checkpoint.py": ["tests/engine/test_checkpoint.py", "tests/engine/test_checkpoint_files.py",
-                                     "tests/engine/test_elastic.py"],
+                                     "tests/engine/test_elastic.py", "tests/engine/test_optimizers.py"],
     "dstrain/engine/contents.py": ["tests/engine/test_contents.py"],
     "dstrain/engine/course.py": ["tests/engine/test_course.py", "tests/engine/test_checkpoint.py"],
     "dstrain/engine/engines.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",

@@ -230,6 +230,14 @@ def test_values_that_modules_draw(make):
         assert values["gain"].tolist() == [2.0] * 3 and values["steps"].tolist() == [0, 1, 3, 6]
 
 
+def test_only_what_is_asked_for_is_drawn():
+    """Oracle: by hand: the layer that owns the weight, whole, and each module with a buffer, whatever is asked for."""
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    norm = {"2.weight", "2.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert dict(initial_weights(network, SEED, {"1.bias"})).keys() == {"1.weight", "1.bias"} | norm
+    assert dict(initial_weights(network, SEED, ())).keys() == norm
+
+
 @pytest.mark.parametrize("world", (2, 1))
 def test_first_loss(request, on_ranks, tmp_path, world):
     """Oracle: plain torch, seeded and constructed: every weight to the bit, the first loss within 1e-6, ZeRO 0 to 3;

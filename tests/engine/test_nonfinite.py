@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.nonfinite import all_finite
+from dstrain.engine.nonfinite import advice, all_finite
 from dstrain.engine.store import Store
 from tests.support.runs import finish, metrics, train
 
@@ -20,6 +20,19 @@ def test_all_finite(values):
     """Oracle: math.isfinite of each value, also where only their sum is infinite; check_elastic.py refuses to save."""
     tensors = [torch.tensor(some, dtype=torch.float32) for some in values]
     assert all_finite(tensors) == all(math.isfinite(value) for some in values for value in some)
+
+
+@pytest.mark.parametrize("steps, aside, words", [
+    ((), (), "holds no checkpoint"), ((5,), (), "holds the steps 5. "), ((5, 7), (9,), "holds the steps 5, 7 (put aside: 9)"),
+    ((), (9,), "(put aside: 9)")])
+def test_advice(tmp_path, steps, aside, words):
+    """Oracle: the folders that there are; only without any there is nothing to go on from."""
+    for step in steps:
+        (tmp_path / f"step_{step:08d}").mkdir()
+    for step in aside:
+        (tmp_path / f"step_{step:08d}.aside").mkdir()
+    text = advice(Store(tmp_path))
+    assert words in text and ("--step N" in text) == bool(steps or aside) and "--from-scratch" in text
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dstrain.engine import optimizers
-from dstrain.engine.settings import resolve
 from dstrain.recipe import ConfigError, Run
 from tests.engine import check_optimizers
 from tests.engine.check_optimizers import CASES, HALF, MOVES, NAMES, STEPS
@@ -71,29 +70,6 @@ def test_moved(on_ranks, trained):
         else:
             assert figures["differ"] == [], case
         assert figures["mean"] < (1e-5 if "lion" in case else 0.02) * figures["moved"], case
-
-
-@pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
-def test_offload_is_refused(name):
-    """Oracle: the README: only adamw is offloaded."""
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    with pytest.raises(ConfigError, match=f"optimizer.name is {name}: remove it, or write optimizer.name=adamw"):
-        resolve(config, Run.model_validate({"optimizer": {"name": name}}), 1, "cpu")
-
-
-def test_missing_library(monkeypatch):
-    """Oracle: the line that installs it."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
-        resolve({}, Run.model_validate({"optimizer": {"name": "adamw8bit"}}), 1, "cpu")
-
-
-def test_block_of_the_json():
-    """Oracle: the recipe: a block that names its optimizer is allowed, another one is refused."""
-    run = Run.model_validate({"optimizer": {"name": "lion"}})
-    resolve({"optimizer": {"type": "Lion"}}, run, 1, "cpu")
-    with pytest.raises(ConfigError, match="optimizer.type"):
-        resolve({"optimizer": {"type": "AdamW"}}, run, 1, "cpu")
 
 
 def test_muon_needs_matrices():

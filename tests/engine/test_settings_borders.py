@@ -193,3 +193,27 @@ def test_machines_of_two_and_ranks_that_are_odd():
         assert resolved(zero(3), words, world=world, device="cuda")
     assert "belongs to stage 3" in faults(zero(2, zero_hpz_partition_size=2), world=2, device="cuda")
     assert resolved(zero(2, zero_hpz_partition_size=1), world=2, device="cuda")
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
+def test_offload_is_refused(name):
+    """Oracle: the README: only adamw is offloaded."""
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=f"optimizer.name is {name}: remove it, or write optimizer.name=adamw"):
+        resolved(config, f"optimizer.name={name}")
+
+
+def test_missing_library(monkeypatch):
+    """Oracle: the line that installs it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        resolved({}, "optimizer.name=adamw8bit")
+
+
+def test_block_of_the_json():
+    """Oracle: the recipe: a block that names its optimizer is allowed, another one is refused."""
+    assert resolved({"optimizer": {"type": "Lion"}}, "optimizer.name=lion")
+    assert resolved({"optimizer": {"type": "Adam"}}) and resolved({"optimizer": {"type": "auto"}})
+    for kind, name in (("AdamW", "lion"), ("Lion", "adamw")):
+        with pytest.raises(ConfigError, match="optimizer.type"):
+            resolved({"optimizer": {"type": kind}}, f"optimizer.name={name}")

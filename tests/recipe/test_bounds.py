@@ -65,7 +65,7 @@ EDGES = [
     ("samples.prompts=null", "samples.prompts=[]"), ("samples.labels=[1]", "samples.labels=[1]%samples.prompts=[a]"),
     ("samples.num_steps=1", "samples.num_steps=0"), ("samples.guidance_scale=0", "samples.guidance_scale=-0.1"),
     ("ema.decays=[0.5]%samples.ema=0.5", "ema.decays=[0.5]%samples.ema=0.6"),
-    ("faults.hang_factor=0.0", "faults.hang_factor=0.5"), ("faults.hang_factor=1", "faults.hang_factor=0.999"),
+    (f"data.path={'x' * 255}", f"data.path={'x' * 256}"), ("faults.hang_factor=0.0", "faults.hang_factor=0.5"), ("faults.hang_factor=1", "faults.hang_factor=0.999"),
     ("seed=9223372036854775807", "seed=9223372036854775808"),
     ("faults.max_skipped=1", "faults.max_skipped=0"), ("faults.timeout_minutes=0.01", "faults.timeout_minutes=0"),
     ("faults.timeout_minutes=10080", "faults.timeout_minutes=10081"), ("name=a.b_c-1", "name=-a"),
