@@ -5,6 +5,7 @@ zero_to_fp32 gives, or says; of dstrain's the averages that one process computes
 """
 
 import json
+import sys
 from pathlib import Path
 
 import deepspeed
@@ -136,3 +137,7 @@ def main(folder: Path) -> None:
     if group.rank() == 0:
         torch.save(truth, folder / "truth.pt")
         (folder / "words.json").write_text(json.dumps({k: v.get("words") for k, v in truth.items()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

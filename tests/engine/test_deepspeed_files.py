@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from dstrain.consolidate import Order, consolidate
 from dstrain.engine import torch_files
-from tests.engine import check_consolidate
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, environment, launch
 
 PRECISIONS = ("fp32", "bf16")
 ZERO = [f"plain{stage}-{precision}" for stage in (1, 2, 3) for precision in PRECISIONS]
@@ -22,10 +21,12 @@ FROZEN = {"frozen.weight", "frozen.bias", "again.weight", "conv.weight", "conv.b
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, on_ranks):
-    """The folder of two forked ranks, and truth.pt: the weights that they saved."""
+def saved(tmp_path_factory):
+    """The folder of a launch, and truth.pt: the weights that it saved. What is pickled depends on all that its process
+    has imported and run before: not on ranks that are forked from the tests' own.
+    """
     folder = tmp_path_factory.mktemp("consolidate")
-    on_ranks(2, check_consolidate.main, folder)
+    launch("tests/engine/check_consolidate.py", folder, num=2)
     return folder, torch.load(folder / "truth.pt")
 
 
