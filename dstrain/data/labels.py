@@ -69,7 +69,8 @@ def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
 def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: class folders hold the splits, which would all be learned from."""
     for name in folders:
-        splits = sorted(entry.name for entry in os.scandir(root / name) if _is_split(entry.name) and entry.is_dir())
+        inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
+        splits = sorted(filter(_is_split, inner))         # a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
         if len(splits) > 1:
