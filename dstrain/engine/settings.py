@@ -102,11 +102,15 @@ def sums_aside(settings: Settings) -> bool:
 
 
 def for_deepspeed(settings: Settings) -> Settings:
-    """The settings for deepspeed.initialize: without grad_accum_dtype where accumulation.py does its work."""
-    if not sums_aside(settings):
-        return dict(settings)
-    return {**settings, "data_types": {key: value for key, value in settings["data_types"].items()
-                                       if key != "grad_accum_dtype"}}
+    """The settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves to it;
+    grad_accum_dtype is left out where accumulation.py does that work.
+    """
+    own = copy.deepcopy(settings)
+    own.get("zero_optimization", {}).pop("compute_grad_norm", None)
+    own.get("bf16", {}).pop("check_grad_overflow", None)
+    if sums_aside(own):
+        del own["data_types"]["grad_accum_dtype"]
+    return own
 
 
 def remarks(settings: Settings, device_type: str) -> list[str]:
@@ -296,11 +300,6 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
                'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well')
     elif enabled == ["fp16"]:
         yield from _search(settings["fp16"], run)
-    if not zero.get("compute_grad_norm", True) and run.optimizer.clip > 0:
-        yield ('"zero_optimization.compute_grad_norm" is false, and optimizer.clip in the recipe is '
-               f"{run.optimizer.clip}: clipping needs the norm; write true, or optimizer.clip=0")
-    if not zero.get("compute_grad_norm", True) and offloads_optimizer(settings):
-        yield '"zero_optimization.compute_grad_norm" is false: DeepSpeed needs it true with offload_optimizer'
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = offload(settings, what)
         if device == "nvme":

@@ -73,8 +73,6 @@ class Updates:
             if self.stage < 3 and self._zero.overlap_comm:
                 self._zero.independent_gradient_partition_epilogue = partial(
                     self._end_backward, self._zero.independent_gradient_partition_epilogue)
-        if self.stage in (1, 2):
-            self._zero.check_grad_overflow = self._zero.compute_grad_norm = True        # DeepSpeed's own, where it runs
         if self._searches_scale:
             self._zero.loss_scaler.raise_error_at_min_scale = False       # course.py sees to skipped steps instead
             self._zero._update_scale = lambda overflow: None              # `settle` does it
@@ -148,14 +146,11 @@ class Updates:
     @torch.no_grad()
     def _step_stage12(self) -> None:
         """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks."""
-        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
         zero = self._zero
-        zero.micro_step_id = INITIAL_MICRO_STEP_ID
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
             flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
             master.grad = (zero.flatten(zero.averaged_gradients[number]) if flat is None else flat).to(master.dtype)
-            zero._release_preflattened_grad_buffers(number)
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
         self._check([master.grad for master in masters], zero.dp_process_group)

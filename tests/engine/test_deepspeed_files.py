@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dstrain.consolidate import Order, consolidate
-from dstrain.engine import torch_files
+from dstrain.engine import deepspeed_files, torch_files
 from tests.support.launch import ROOT, environment, launch
 
 PRECISIONS = ("fp32", "bf16")
@@ -120,6 +120,21 @@ def test_trust(saved, tmp_path, case):
         consolidate(Order(folder / case, tmp_path / "out"))
     assert len(asked) >= 2 and all(name in str(refusal.value) for name in asked)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count, more", [(6, ""), (7, " and 1 more"), (9, " and 3 more")])
+def test_how_many_classes_are_named(tmp_path, count, more):
+    """Oracle: by hand: six names, and how many there are beyond."""
+    classes = [type(f"Class{number}", (), {"__module__": __name__}) for number in range(count)]
+    for kind in classes:
+        globals()[kind.__name__] = kind
+    try:
+        torch.save({"module": [kind() for kind in classes]}, tmp_path / "mp_rank_00_model_states.pt")
+    finally:
+        for kind in classes:
+            del globals()[kind.__name__]
+    with pytest.raises(ValueError, match=rf"asks for (\S+ ){{5}}\S+Class5{more}: if you know"):
+        deepspeed_files.read(tmp_path, False, "F32")
 
 
 def test_older_files(saved, tmp_path):

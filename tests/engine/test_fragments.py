@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dstrain.engine import streams
+from dstrain.engine.fragment_files import Fragments
 from dstrain.engine.fragments import Fragment, Shards, shard_name, write_shard
 from dstrain.engine.manifest import hash_files
 
@@ -149,6 +150,8 @@ def test_faults_name_what_is_wrong(tmp_path):
     shards = Shards(tmp_path, "net")
     with refusal("elements 5 .. 8 of master/blocks.0.weight (3, 4) are in no shard"):
         shards.read("master", "blocks.0.weight")
+    with refusal(f"checkpoint {tmp_path} is damaged (net: elements 5 .. 8 of master/blocks.0.weight (3, 4) are in no"):
+        list(Fragments(tmp_path, "net", [path.name]).tensors("master"))
     assert torch.equal(shards.read("master", "blocks.0.weight", 8, 4), torch.arange(8.0, 12.0))
     with refusal("holds no master named block.0.weight; the nearest is blocks.0.weight"):
         shards.read("master", "block.0.weight")

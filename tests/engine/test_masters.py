@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import ADAM
+from dstrain.engine.optimizers import ADAM, build
 from dstrain.engine.settings import resolve
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
@@ -31,8 +31,8 @@ def fp16_on_a_cpu(monkeypatch) -> None:
 
 
 def run_of(micros: int = 1, **more) -> Run:
-    clip = more.pop("clip", 0.0)
-    optimizer = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "eps": EPS, "clip": clip}
+    clip, name = more.pop("clip", 0.0), more.pop("optimizer", "adamw")
+    optimizer = {"name": name, "lr": LR, "betas": BETAS, "weight_decay": DECAY, "eps": EPS, "clip": clip}
     batch = {"global": 4 * micros, "micro": 4}
     return Run.model_validate({"seed": SEED, "batch": batch, "optimizer": optimizer, **more})
 
@@ -45,6 +45,8 @@ def engines_of(stage: int, precision: str = "fp32", parts: tuple[str, ...] = ("a
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
     if precision != "fp32":
         config[precision] = {"enabled": True}
+    if precision == "bf16":
+        config[precision]["check_grad_overflow"] = False                # what is not checked by DeepSpeed is by dstrain
     if precision == "fp16":
         config["fp16"] |= scale if scale is not None else {"loss_scale": 1.0}
     run = run_of(**words)
@@ -168,6 +170,45 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
     engines.masters["a"].skipped = 5
     assert engines.skipped() == 5
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_optimizers_that_leave_a_step_out_on_the_device(name):
+    """Oracle: torch's own mark of optimizers that read found_inf and grad_scale, as updates.py sets them."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "moments": [], "muon": False}]
+    assert build(groups, run_of(optimizer=name))._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_moments_of_8_bits(stage, precision):
+    """Oracle: the bits before, where a gradient is not finite; the moments that are set, to the 8 bits that keep them.
+
+    The step is DeepSpeed's own here, since this optimizer cannot leave one out on the device.
+    """
+    pytest.importorskip("bitsandbytes")
+    # Blocks of 256 values share a scale. Tensors below 4,096 elements keep 32 bits.
+    engines = engines_of(stage, precision, ("a",), lambda: torch.nn.Linear(64, 128, bias=False), optimizer="adamw8bit")
+    masters = engines.masters["a"]
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[precision])
+
+    def take(factor: float) -> None:
+        with engines.turn("a") as nets:
+            engines.learn("a", nets["a"](x).square().mean() * factor)
+
+    for factor in (1.0, math.nan, math.inf, 1.0):
+        engines.set_lr(LR)
+        kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.codes()]
+        take(factor)
+        unchanged = same(weights(engines, "a"), kept) and all(
+            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.codes()))
+        assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
+    assert engines.skipped() == 2 and codes
+    for kind in masters.kinds:
+        values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.moments(kind)]
+        masters.set_moments(kind, values)
+        for value, moment in zip(values, masters.moments(kind), strict=True):
+            torch.testing.assert_close(moment.flatten(), value.flatten(), rtol=0.03, atol=0)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -127,6 +127,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
         trial = Trial(tmp_path)
         trial.save(2)
         assert trial.saver.store.steps() == [1, 2] and not trial.saver.under_way
+        assert trial.saver._pending.waited == trial.saver._pending.seconds > 0        # training waited for all of it
     trial.saver.settle()
     assert trial.saver.newest == 2
 

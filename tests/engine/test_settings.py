@@ -193,13 +193,6 @@ def test_all_faults_of_a_file_are_named_at_once():
     assert len(text.splitlines()) == 6
 
 
-def test_clipping_needs_the_norm():
-    """Oracle: stage_1_and_2.py raises only when the optimizer is built."""
-    zero = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
-    assert "optimizer.clip=0" in faults(zero, "optimizer.clip=1")
-    assert settings.resolve(zero, Run(), 1, "cpu")
-
-
 def test_secondary_partition_divides_the_ranks():
     """Oracle: deepspeed/utils/groups.py, _ensure_divisibility."""
     zero = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}

@@ -174,11 +174,15 @@ def test_a_bucket_holds_an_element(key):
     assert "it is a number of elements" in faults(zero(2, **{key: 0}))
 
 
-def test_the_norm_and_an_offloaded_optimizer():
-    """Oracle: stage_1_and_2.py, which raises for it only while it trains."""
-    config = zero(2, compute_grad_norm=False, offload_optimizer={"device": "cpu"})
-    assert "DeepSpeed needs it true with offload_optimizer" in faults(config)
-    assert resolved(zero(2, offload_optimizer={"device": "cpu"})) and resolved(zero(2, compute_grad_norm=False))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_norm_that_deepspeed_insists_on(stage):
+    """Oracle: stage_1_and_2.py, which raises without its norm where it clips or offloads; a JSON without it trains."""
+    config = resolved(zero(stage, compute_grad_norm=False), "optimizer.clip=1")
+    assert config["zero_optimization"]["compute_grad_norm"] is False            # as the user wrote it
+    assert settings.for_deepspeed(config)["zero_optimization"] == {"stage": stage}
+    bf16 = resolved({**zero(stage), "bf16": {"enabled": True, "check_grad_overflow": False}}, device="cuda")
+    assert settings.for_deepspeed(bf16)["bf16"] == {"enabled": True}
+    assert "zero_optimization" not in settings.for_deepspeed(resolved({}))
 
 
 def test_machines_of_two_and_ranks_that_are_odd():

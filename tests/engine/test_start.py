@@ -88,14 +88,14 @@ def test_two_ranks_that_are_told_where():
 def slurm(rank: int) -> None:
     os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
     meet(rank, 2)
-    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert os.environ["MASTER_ADDR"] == "127.0.0.2"           # 127.0.0.1 is taken where Slurm names no host
     assert int(os.environ["MASTER_PORT"]) == 20000 + int(os.environ["SLURM_JOB_ID"]) - 70000
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"])
 def test_two_ranks_of_slurm(tmp_path, name):
     """Oracle: the first host that scontrol names, and a port that follows from the job."""
-    script = '#!/bin/sh\n[ "$*" = "show hostnames some[1-2]" ] && echo "127.0.0.1\nelsewhere"\n'
+    script = '#!/bin/sh\n[ "$*" = "show hostnames some[1-2]" ] && echo "127.0.0.2\nelsewhere"\n'
     (tmp_path / "scontrol").write_text(script)
     (tmp_path / "scontrol").chmod(0o755)
     while not 20000 <= (port := free_port()) < 30000:

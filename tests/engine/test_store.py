@@ -1,5 +1,6 @@
 """Oracle: the bytes that were saved; which checkpoint must survive is counted beside the store."""
 
+import errno
 import json
 import os
 import pickle
@@ -324,6 +325,18 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
         else:
             assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
         assert store.best() is None and store.good(10)
+
+
+def test_a_manifest_that_storage_cannot_give(tmp_path, monkeypatch):
+    """Oracle: the system's error itself, which is no damage: what it hides may be whole."""
+    save(Store(tmp_path), 5)
+
+    def read_bytes(path, most):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("dstrain.disk.small.read_bytes", read_bytes)
+    with pytest.raises(OSError, match="Input/output error"):
+        manifest(tmp_path / "step_00000005")
 
 
 @pytest.mark.parametrize("name", [NAME, NAMES[0]])

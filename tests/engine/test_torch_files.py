@@ -4,9 +4,11 @@ import io
 import os
 import struct
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dstrain.engine import streams, torch_files
 from dstrain.engine.streams import Entry, write_model
@@ -60,6 +62,44 @@ def test_a_storage_beyond_the_end(tmp_path, more, whole):
     else:
         with pytest.raises(ConfigError, match="a.pt: it is truncated"):
             torch_files.load(path)
+
+
+class Forged:
+    """Unpickles as the elements 20, 22, 24 and 26 of a storage."""
+
+    def __init__(self, numel: int):
+        self.storage = torch.arange(float(numel)).storage()
+
+    def __reduce__(self):
+        return torch._utils._rebuild_tensor_v2, (self.storage, 20, (4,), (2,), False, OrderedDict())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_elements_beyond_a_storage(tmp_path):
+    """Oracle: the length of the storage: element 26 is the last one of 27, and beyond 26."""
+    for numel in (27, 26):
+        torch.save({"w": Forged(numel)}, tmp_path / f"{numel}.pt")
+    torch_files.load(tmp_path / "27.pt")
+    with pytest.raises(ConfigError, match="reaches beyond its storage"):
+        torch_files.load(tmp_path / "26.pt")
+
+
+def test_a_pickle_of_altered_bytes(tmp_path):
+    """Oracle: the checksum of the archive's list, which one byte of a text breaks."""
+    path = tmp_path / "a.pt"
+    torch.save({"name": "unaltered"}, path)
+    path.write_bytes(path.read_bytes().replace(b"unaltered", b"unalterad"))
+    with pytest.raises(ConfigError, match="data.pkl has altered bytes: it is damaged"):
+        torch_files.load(path)
+
+
+def test_a_tensor_larger_than_what_is_copied_at_a_time(tmp_path):
+    """Oracle: the elements, four pieces of them."""
+    values = torch.arange(100_000)
+    torch.save({"first": torch.zeros(3), "w": values}, tmp_path / "a.pt")
+    entry = Entry("w", torch_files.load(tmp_path / "a.pt").value["w"], "I64")
+    write_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], values)
 
 
 @pytest.mark.parametrize("shard_size", (10**9, 16))

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
-from dstrain.recipe import ConfigError, Run, problems
+from dstrain.recipe import ConfigError, Run, files, problems
 from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, plain_types, subsection
 from dstrain.systems.base import SystemConfig
 
@@ -29,6 +30,7 @@ DEFAULTS = {
     "samples.num": 40, "samples.num_steps": 50, "samples.guidance_scale": 1.0, "samples.seed": 0, "samples.ema": None,
     "track.wandb": "auto", "track.project": "dstrain", "track.tensorboard": False, "track.artifact": False,
     "faults.max_skipped": 20, "faults.orphan_check": True, "faults.timeout_minutes": 30,
+    "faults.spike": None, "faults.max_rollbacks": 3, "faults.hang_factor": 20, "faults.hang_seconds": 300,
 }
 
 # Overrides that pass, and the nearest that do not; % stands between several.
@@ -69,7 +71,7 @@ EDGES = [
     ("seed=9223372036854775807", "seed=9223372036854775808"),
     ("faults.max_skipped=1", "faults.max_skipped=0"), ("faults.timeout_minutes=0.01", "faults.timeout_minutes=0"),
     ("faults.timeout_minutes=10080", "faults.timeout_minutes=10081"), ("name=a.b_c-1", "name=-a"),
-    ("channels_last=true", "channels_last=1.5"), ("data.flip=false", "data.flip=3"),
+    ("optimizer.lr=1e9", "optimizer.lr=1.1e9"), ("channels_last=true", "channels_last=1.5"), ("data.flip=false", "data.flip=3"),
 ]
 
 
@@ -155,6 +157,19 @@ def test_recipes_that_are_none(tmp_path, text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         recipe.load(path)
     assert str(path) in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_how_much_aliases_may_unfold_to():
+    """Oracle: by hand: the text is a list, in it 200 lists of 98 entries, and single entries: 20,000 are taken."""
+    row = f"&r [{', '.join('0' * 98)}]"                     # 99 nodes, as often as it is named
+    for single, fits in ((199, True), (200, False)):
+        assert 1 + 200 * 99 + single == 20_000 + (not fits)
+        text = f"[{row}{', *r' * 199}{', 0' * single}]"
+        if fits:
+            assert len(files._parse(text)) == 399
+        else:
+            with pytest.raises(yaml.YAMLError, match="more than 20000 entries"):
+                files._parse(text)
 
 
 def test_where_a_problem_comes_from(tmp_path):
