@@ -1,7 +1,10 @@
 """Exports to diffusers without a run: what is written, read back, measured and refused. Whole runs: tests/launch."""
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +22,11 @@ from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
 from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.streams import read_header
-from dstrain.export import (ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache,
-                            _writer, export)
+from dstrain.export import ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache, export
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fitted
+from dstrain.systems.optional import Imports
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.vae import to_diffusers
 from tests.support import checkpoints
@@ -108,13 +111,11 @@ def test_measured_over_all_classes(trained):
 
 def test_what_has_no_form_in_diffusers(tmp_path, trained):
     """Oracle: the contract: a refusal that says what is supported."""
-    run, _, _ = trained
-    tiny = recipe.load(ROOT / "tests/launch/tiny.yaml").model_copy(update={"system": "phenaki"})
-    with pytest.raises(ConfigError, match="of no form in diffusers: take --format safetensors"):
-        _writer(tmp_path, tiny)
+    with pytest.raises(ConfigError, match="a Newcomer has no form in diffusers: take --format safetensors"):
+        type("Newcomer", (Imports,), {})().require_expressible()
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
-    with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
+    with pytest.raises(ValueError, match="no form in diffusers: take --format safetensors"):
         to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
         export(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
@@ -166,9 +167,12 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     assert str(tmp_path) not in card and "init_from" not in card, "a path of this machine"
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
-    loading = [line for line in code.splitlines() if "import" in line or "from_pretrained" in line]
-    assert len(loading) >= 2
-    exec("\n".join(loading).replace('"exported', f'"{out}'), {})
+    assert facts["Difference"].count("(code)") == 1 and "This code was run on this folder" in card
+    program = f"import sys\nsys.modules['dstrain'] = None\n{code}\nprint(type(images if 'images' in dir() else image_embeds))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / name)})
+    assert done.returncode == 0 and ("list" in done.stdout or "Tensor" in done.stdout), done.stderr
+    (tmp_path / "0.png").unlink(missing_ok=True)
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))
     values, notes = fitted(out, system)[first]

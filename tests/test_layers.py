@@ -46,7 +46,7 @@ OWNERS = {
     "wandb": ("dstrain.track",),
     "matplotlib": ("dstrain.track",),
     "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
-                  "dstrain.bench.rivals"),
+                  "dstrain.systems.*.pipeline", "dstrain.bench.rivals"),
     "transformers": ("dstrain.encoders",),
     "plotly": ("dstrain.report",),
     "jinja2": ("dstrain.report",),
