@@ -90,8 +90,9 @@ def export(options: ExportOptions) -> Exported:
             exported = _in_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
+            # What takes a process of its own comes last.
             title, code = options.out.absolute().name, writer.about(system)[2]
-            exported.errors["code"] = _difference(card.run(folder, title, code), writer.drawn(system, nets))
+            exported.errors["code"] = _difference(card.draw(folder, title, code), writer.drawn(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
             card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
                        exported.errors, writer.TOLERATED["code"])

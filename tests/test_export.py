@@ -1,10 +1,13 @@
 """Exports to diffusers without a run: what is written, read back, measured and refused. Whole runs: tests/launch."""
 
+import importlib
 import json
 import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from dstrain import recipe, systems
+from dstrain.command.job import JobOptions, checked, prepare
 from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
@@ -115,7 +119,7 @@ def test_what_has_no_form_in_diffusers(tmp_path, trained):
         type("Newcomer", (Imports,), {})().require_expressible()
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
-    with pytest.raises(ValueError, match="no form in diffusers: take --format safetensors"):
+    with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
         to_diffusers.save(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
         export(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
@@ -146,7 +150,7 @@ def begun(tmp_path, name, *words):
 
 @pytest.mark.parametrize("name, words, kind", [
     ("tiny", DIT, "DiTTransformer2DModel"), ("tiny-iddpm", ["samples.ema=0.9"], "UNet2DModel"),
-    ("tiny-vae", [], "AutoencoderKL"), ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
+    ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
 def test_an_export_and_its_card(tmp_path, name, words, kind):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
     init_from, which takes the export for the weights bit for bit.
@@ -168,18 +172,43 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
     assert facts["Difference"].count("(code)") == 1 and "This code was run on this folder" in card
-    program = f"import sys\nsys.modules['dstrain'] = None\n{code}\nprint(type(images if 'images' in dir() else image_embeds))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / name)})
-    assert done.returncode == 0 and ("list" in done.stdout or "Tensor" in done.stdout), done.stderr
-    (tmp_path / "0.png").unlink(missing_ok=True)
+    writer = importlib.import_module(f"dstrain.systems.{run.system}.to_diffusers")
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))
+    assert code.rstrip("\n") == writer.about(system)[2].replace('"OUT', '"exported').rstrip("\n")
+    if kind == "PriorTransformer":               # once more as a reader would; an export has done so with each
+        program = f"import sys\nsys.modules['dstrain'] = None\n{code}torch.save(image_embeds, 'drawn.pt')"
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")})
+        assert done.returncode == 0, done.stderr
+        drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.drawn(system, {first: nets[first].eval()})
+        assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
+        (tmp_path / "drawn.pt").unlink()
     values, notes = fitted(out, system)[first]
     state = nets[first].state_dict()
     assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
     assert notes[0].startswith(f"{first}: {len(state)} tensors loaded, 0 replaced")
     assert {path.name for path in tmp_path.iterdir()} == {name, "exported", "again.yaml"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_that_diffusers_cannot_express(path):
+    """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
+    run, _ = checked(recipe.load(path))
+    of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [3, 4, 4], "codebook_size": 64}}
+    system = systems.build(run.system, run.model | of_data.get(run.system, {}))
+    with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
+        system.require_expressible()
+
+
+def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
+    """Oracle: the system's own refusal, among the remarks of a dry run alone."""
+    words = (f"folder={tmp_path / 'run'}",)
+    job = JobOptions(ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, dry_run=True)
+    said = [remark for remark in prepare(job, 1, "cpu").remarks if "launch/export.py" in remark]
+    assert len(said) == 1 and said[0].startswith("launch/export.py will not write this run for diffusers: time_freq: ")
+    for other in (replace(job, dry_run=False), replace(job, overrides=(*words, "model.time_freq=diffusers"))):
+        assert not [remark for remark in prepare(other, 1, "cpu").remarks if "launch/export.py" in remark]
 
 
 def test_an_export_that_does_not_agree(tmp_path, monkeypatch):

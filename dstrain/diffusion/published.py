@@ -1,4 +1,4 @@
-"""A chain as keyword arguments of diffusers' schedulers, and pipelines of ours. The library itself is not imported here.
+"""A chain as keyword arguments of diffusers' schedulers; pipelines of ours. The library itself is not imported here.
 
 Its schedulers compute in float32, from named betas or from a list; gaussian.py in float64: the chain is the same.
 """

@@ -4,6 +4,7 @@ Its facts come from the run's folder (folders.py) and the checkpoint's manifest.
 """
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -23,10 +24,11 @@ from dstrain.recipe import Run, dump
 GRID = "samples.png"
 _KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
 _LIBRARIES = ("torch", "diffusers", "safetensors")
-# Runs the code argv[1] and writes what it drew to argv[2]. dstrain cannot be imported, nor can what only it needs.
+# Runs the code argv[1] and writes what it drew to argv[2]. dstrain cannot be imported, nor can what only it needs: for
+# diffusers, bitsandbytes is seconds of importing.
 _RUNNER = """\
 import sys
-sys.modules.update(dict.fromkeys(("dstrain", "deepspeed")))
+sys.modules.update(dict.fromkeys(("dstrain", "deepspeed", "bitsandbytes")))
 import numpy, torch
 torch.backends.cudnn.allow_tf32 = False
 names = {}
@@ -37,7 +39,7 @@ numpy.save(sys.argv[2], drawn)
 """
 
 
-def run(folder: Path, title: str, code: str) -> np.ndarray:
+def draw(folder: Path, title: str, code: str) -> np.ndarray:
     """What the card's code draws from the folder, whose name is yet to be `title`, in a process without dstrain.
 
     float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
@@ -57,8 +59,7 @@ def run(folder: Path, title: str, code: str) -> np.ndarray:
 
 
 def _titled(code: str, title: str) -> str:
-    return code.replace('"OUT', f'"{title}')
-
+    return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
 def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], class_name: str,
@@ -66,8 +67,9 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
     title   what the folder is called when it is whole             note   what whoever loads it has to know
-    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that draws from "OUT", which `run` has run
-            what of it was taken                                   errors against the trained network, relative; `limit` of the code's
+    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that draws from "OUT", as `draw` ran it
+            what of it was taken                                   errors against the trained network, relative
+    limit   of the code's error
     """
     sealed, run = manifest(checkpoint), _published(run)
     imported = sealed["extra"].get("imported")                            # of launch/import.py's: not trained here
@@ -92,7 +94,8 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     lines += ["```python", *_titled(code, title).splitlines(), "```", ""]
     lines += ["This code was run on this folder when it was written, without dstrain. What it drew differs by "
               f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
-              f"from the same noise; {limit:.1e} would have been refused.", ""]
+              f"from the same noise; above {limit:.1e} the export would have been refused."
+              + f" The run's own pictures take {run.samples.num_steps} steps." * ("images = pipeline" in code), ""]
     lines += [f"Note: {note}.", ""] if note else []
     recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
     lines += ["## Recipe", "", "```yaml", *recipe, "```", "", "## Licence", "", "Not stated: whoever publishes these "

@@ -9,7 +9,7 @@ from dstrain.export import _difference
 
 
 def difference(writer, system, nets, folder: Path) -> float:
-    """Of what the code of `writer.about` draws from the folder and what the trained network draws, as an export has it."""
+    """Of what the code of `writer.about` draws from the folder, and the trained network, as an export measures it."""
     names: dict = {}
     code = writer.about(system)[2].replace('"OUT', f'"{folder}').replace('"0.png"', f'"{folder / "0.png"}"')
     exec(compile(code, "README.md", "exec"), names)

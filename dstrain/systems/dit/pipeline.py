@@ -1,4 +1,4 @@
-"""Draws from a class-conditional diffusion transformer. dstrain writes this file into exports; it needs diffusers alone.
+"""Draws from a class-conditional diffusion transformer. It comes with an export of dstrain; diffusers is all it needs.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipeline([3, 5], guidance_scale=4, generator=torch.Generator().manual_seed(0)).images

@@ -75,7 +75,8 @@ def about(system: DiTSystem) -> tuple[str, str, str]:
                      f"{config.codes.first_stage}, which decodes them")
     code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
         labels=_labels(system), scale=_scale(system), steps=_steps(system), more=', output_type="latent"' * latents)
-    return "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel", "; ".join(notes), code + _SAVE * (not latents)
+    kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
+    return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
 def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,

@@ -1,4 +1,4 @@
-"""Draws from a UNet with labels or from small pictures. dstrain writes this file into exports; it needs diffusers alone.
+"""Draws from a UNet, by labels or from small pictures. It comes with an export of dstrain; diffusers is all it needs.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipeline(class_labels=[3, 5], generator=torch.Generator().manual_seed(0)).images

@@ -1,4 +1,4 @@
-"""A trained IDDPM as a folder for diffusers: a pipeline that draws, of UNet2DModel and DDPMScheduler. See dstrain/export.py.
+"""A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/export.py.
 
     unet/              UNet2DModel; weights.arguments refuses what it cannot express. A super-resolution UNet has twice
                        the input channels: x, and beside it the small picture stretched to x's size
@@ -135,7 +135,7 @@ def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _labels(system: IDDPMSystem) -> list[int]:
-    return [number % system.config.num_classes for number in range(_DRAWN)] if system.config.class_cond else [0] * _DRAWN
+    return [number % (system.config.num_classes if system.config.class_cond else 1) for number in range(_DRAWN)]
 
 
 def _small(system: IDDPMSystem) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Draws image embeddings for texts' embeddings. dstrain writes this file into exports; it needs diffusers alone.
+"""Draws image embeddings for texts' embeddings. It comes with an export of dstrain; diffusers is all it needs.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     image_embeds = pipeline(text_embed, text_encodings, text_mask)
@@ -29,7 +29,7 @@ class PriorPipeline(DiffusionPipeline):
                  guidance_scale=1.0, num_inference_steps=64, generator=None):
         """Image embeddings (B, D): for each text the one of num_candidates that is nearest to its embedding.
 
-        text_embed (B, D); where the prior reads tokens, text_encodings (B, up to L, E) and text_mask, bool (B, up to L).
+        text_embed (B, D); where the prior reads tokens, text_encodings (B, up to L, E) and text_mask (B, up to L).
         null_text_embed, null_text_encodings: of prior/null_text.safetensors, (1, ...); guidance needs them.
         """
         device, dtype, options = self._execution_device, self.prior.dtype, self.config

@@ -3,15 +3,15 @@
 What every system's to_diffusers.py offers to dstrain/export.py:
 
     about(system)                              the class in diffusers, notes for its user ("": none), and Python code
-                                               that draws from "OUT", and leaves what it drew in `images` (`image_embeds`)
+                                               that draws from "OUT", into `images` or `image_embeds`
     save(system, nets, folder, statistics, classes)
                                                writes what diffusers loads; ConfigError: what diffusers cannot express
     errors(system, nets, folder, example)      the largest relative errors, by name, of what diffusers reads from the
                                                folder against the trained networks
     drawn(system, nets)                        what this code draws from the same noise, by the trained networks and
                                                our samplers: uint8 pictures (B, C, H, W), or float32 (B, ...)
-    TOLERATED                                  the largest errors, by name, with which the folder is kept; optional,
-                                               export.py has a default
+    TOLERATED                                  the largest errors, by name, with which the folder is kept: that of the
+                                               code is "code"; for others export.py has a default
 """
 
 from collections.abc import Callable, Mapping, Sequence
