@@ -11,8 +11,8 @@ usage:  python launch/export.py RUN --out DIR [options]
 
   RUN                   a run's folder, for example runs/vae-small
   --out DIR             a new folder
-  --format NAME         diffusers (unless given): a KL autoencoder becomes an AutoencoderKL, a DiT, an IDDPM or a prior a
-                        pipeline: diffusers' own where it can draw from it, else with a pipeline.py. The model card,
+  --format NAME         diffusers (unless given): a KL autoencoder becomes an AutoencoderKL, a DiT, an IDDPM or a prior
+                        a pipeline: diffusers' own where it can draw from it, else with a pipeline.py. The model card,
                         README.md, shows how; its code was run on the folder;
                         safetensors: of any run PART.safetensors and recipe.yaml.
                         init_from= takes either folder back

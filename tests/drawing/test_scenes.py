@@ -12,10 +12,10 @@ from PIL import Image, ImageSequence
 from dstrain import recipe, rng
 from dstrain.data.clips import Cut
 from dstrain.data.videos import open_videos
-from dstrain.drawing.files import About, Pictures
+from dstrain.drawing.files import About, Pictures, folder_for
 from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError, Run
-from dstrain.track.pictures import Album, on_white
+from dstrain.track.pictures import Album, on_white, save_png
 from launch.generate import _options
 from tests.support import counting, gloo
 
@@ -64,7 +64,7 @@ def test_files_of_videos(run):
     assert {path.name for path in out.iterdir()} == beside | {"samples"}
     assert {path.name for path in (out / "samples").iterdir()} == films
     for stem, clip in zip(stems, clips):
-        assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clip)                      # grey is kept exactly
+        assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clip)      # grey is kept exactly
         film = frames_of(out / "samples" / f"{stem}.mp4")
         assert film.shape == (5, 6, 6, 3) and abs(film[:, 3, 3].astype(int) - clip[:, 3, 3]).max() <= 8
     lines = [json.loads(line) for line in (out / "captions.jsonl").read_text().splitlines()]
@@ -103,7 +103,8 @@ def test_formats_and_one_frame(run):
         "captions.jsonl", "grid.png", "prompts.txt", "samples", "samples_2x5x6x3.npz"]
     assert sorted(path.name for path in (out / "samples").iterdir()) == ["000000-a-hat.png", "000001-a-hat.png"]
     out = generate(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
-    assert not (out / "samples").exists() and json.loads((out / "captions.jsonl").read_text().splitlines()[0])["file"] is None
+    first = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
+    assert not (out / "samples").exists() and first["file"] is None
 
 
 def test_the_recipes_own_prompts(tmp_path, monkeypatch):
@@ -132,6 +133,14 @@ def test_files_of_pictures(tmp_path, channels):
         assert file["arr_1"].tolist() == [3, 1, 3, 1, 3] and file["arr_1"].dtype == np.int64
         white = on_white(pictures).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
         assert np.array_equal(file["arr_0"], white)
+
+
+def test_pictures_of_a_stopped_command(tmp_path):
+    """Oracle: the law that samples/ holds one command's samples: pictures without their .npz are not drawn beside."""
+    save_png(tmp_path / "generated" / "samples" / "000099.png", np.zeros((4, 4, 1), np.uint8))
+    assert folder_for(None, tmp_path) == tmp_path / "generated_2"
+    with pytest.raises(ConfigError, match="generated holds samples already: name another folder, or empty it"):
+        folder_for(tmp_path / "generated", tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- scenes

@@ -139,7 +139,8 @@ def test_there_and_back(tmp_path, changes):
 CLAMPED = {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True, "init_image_embed_l2norm": True}
 DRAWN = {"plain": {}, "no tokens": {"max_text_len": 0}, "one candidate": {"num_candidates": 1, "text_embed_dim": 7},
          "never without text": {"text_cond_drop_prob": 0}, "clamped": CLAMPED,
-         "clamped eps": CLAMPED | {"prediction": "eps"}, "clamped v": CLAMPED | {"prediction": "v"}, "v, linear": {"prediction": "v", "beta_schedule": "linear"}}
+         "clamped eps": CLAMPED | {"prediction": "eps"}, "clamped v": CLAMPED | {"prediction": "v"},
+         "v, linear": {"prediction": "v", "beta_schedule": "linear"}}
 
 
 @pytest.mark.parametrize("case", DRAWN)
