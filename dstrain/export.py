@@ -8,6 +8,7 @@
 import importlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -92,11 +93,18 @@ def export(options: ExportOptions) -> Exported:
         if writer is not None:
             # What takes a process of its own comes last.
             title, code = options.out.absolute().name, writer.about(system)[2]
-            exported.errors["code"] = _difference(card.draw(folder, title, code), writer.drawn(system, nets))
+            drawn = card.draw(folder, title, code)
+            with _float32():
+                exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
             card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
                        exported.errors, writer.TOLERATED["code"])
     return exported
+
+
+def _float32() -> AbstractContextManager[None]:
+    """Inside, both sides compute in whole float32: on a GPU convolutions would round to TF32, each by its algorithm."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def _difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
@@ -140,8 +148,7 @@ def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[s
 
     writer.save(system, nets, out, measured, lambda: _classes(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
-    # Both sides in whole float32: on a GPU convolutions would round to TF32, by algorithms of their own choice.
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with _float32():
         errors = writer.errors(system, nets, out, system.encode(synthetic))
     name, note, _ = writer.about(system)
     return Exported(name, errors, scale, note)

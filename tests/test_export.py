@@ -211,20 +211,31 @@ def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
         assert not [remark for remark in prepare(other, 1, "cpu").remarks if "launch/export.py" in remark]
 
 
-def test_an_export_that_does_not_agree(tmp_path, monkeypatch):
-    """Oracle: weights that were moved between writing and reading: the error is said, and nothing is left behind."""
+def other_weights(out):
+    path = out / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["conv_in.weight"] *= 1.01
+    save_file(weights, path, {"format": "pt"})
+
+
+def other_chain(out):
+    """Predictions stay the same; what is drawn from them does not."""
+    path = out / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"beta_schedule": "scaled_linear"}))
+
+
+@pytest.mark.parametrize("spoil, name", [(other_weights, "prediction"), (other_chain, "code")])
+def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
+    """Oracle: what was changed between writing and reading: the error is said, and nothing is left behind."""
     folder, _ = begun(tmp_path, "tiny-iddpm", "samples.ema=0.9")
     save = unets.save
 
     def spoiled(system, nets, out, *rest):
         save(system, nets, out, *rest)
-        path = out / "unet" / "diffusion_pytorch_model.safetensors"
-        weights = load_file(path)
-        weights["conv_in.weight"] *= 1.01
-        save_file(weights, path, {"format": "pt"})
+        spoil(out)
 
     monkeypatch.setattr(unets, "save", spoiled)
-    with pytest.raises(ValueError, match=r"differs from the trained network by .*e-\d+ \(prediction\).*nothing is kept"):
+    with pytest.raises(ValueError, match=rf"differs from the trained network by \S+ \({name}\): nothing is kept"):
         export(ExportOptions(folder, tmp_path / "deep" / "out"))
     assert list((tmp_path / "deep").iterdir()) == []
 

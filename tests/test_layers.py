@@ -124,6 +124,12 @@ def test_imports_point_downwards(path):
     assert not wrong
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.endswith("/pipeline.py")])
+def test_pipelines_of_exports_stand_alone(path):
+    """Oracle: what a reader of an export has: torch and diffusers, and no dstrain."""
+    assert {found.split(".")[0] for _, found in imports(tree(path))} <= {"torch", "diffusers", "inspect"}
+
+
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """A way back to its beginning for each name from which there is one."""
     found = []

@@ -49,10 +49,11 @@ def draw(folder: Path, title: str, code: str) -> np.ndarray:
         (place / "code.py").write_text(_titled(code, title), encoding="utf-8")
         (place / "here").mkdir()
         (place / "here" / title).symlink_to(folder.absolute())
-        # The code of pipelines is copied into a cache, which several exports at a time would share.
+        # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
+        environment = {"HF_MODULES_CACHE": str(place / "modules"), "DIFFUSERS_DISABLE_REMOTE_CODE": "false",
+                       "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([sys.executable, "-c", _RUNNER, place / "code.py", place / "drawn.npy"],
-                              cwd=place / "here", capture_output=True, text=True,
-                              env=os.environ | {"HF_MODULES_CACHE": str(place / "modules"), "HF_HUB_OFFLINE": "1"})
+                              cwd=place / "here", capture_output=True, text=True, env=os.environ | environment)
         if done.returncode:
             raise RuntimeError(f"the code of the model card fails:\n{code}\n{done.stderr[-4000:]}")
         return np.load(place / "drawn.npy")

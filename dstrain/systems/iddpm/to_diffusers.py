@@ -49,29 +49,29 @@ _LOW_RES = """\
 low_res = torch.rand({shape}, generator=noise) * 2 - 1    # in place of your small pictures, (B, C, h, w) in [-1, 1]
 """
 _DRAW = """\
-images = pipeline({conditions}, num_inference_steps={steps}, generator=noise).images
+images = pipeline({inputs}, num_inference_steps={steps}, generator=noise).images
 images[0].save("0.png")
 """
 
 
 def about(system: IDDPMSystem) -> tuple[str, str, str]:
     """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
-    config, given, notes = system.config, [], []
+    config, inputs, notes = system.config, [], []
     if system.starts_from_data:
-        given.append("low_res=low_res")
+        inputs.append("low_res=low_res")
         notes.append(f"the unet sees {2 * config.in_channels} channels: x, and beside it the {config.small_size} x "
                      f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}")
     if config.class_cond:
-        given.insert(0, f"class_labels={_labels(system)}")
+        inputs.insert(0, f"class_labels={_labels(system)}")
     if config.learn_sigma:
         notes.append(f"the unet's first {config.in_channels} output channels are the prediction, the others the "
                      "variances, which DDPMScheduler takes and DDIMScheduler must not be given")
-    code = _OWN if given else _STOCK
+    code = _OWN if inputs else _STOCK
     if system.starts_from_data:
         code += _LOW_RES.format(shape=", ".join(map(str, _small(system))))
-    conditions = ", ".join(given or [f"batch_size={_DRAWN}"])
-    code += _DRAW.format(conditions=conditions, steps=even_steps(config.diffusion_steps))
-    return "UNet2DModel" if given else "DDPMPipeline", "; ".join(notes), code
+    arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
+    code += _DRAW.format(inputs=arguments, steps=even_steps(config.diffusion_steps))
+    return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
 def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,

@@ -29,7 +29,7 @@ from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
 
-TOLERATED = {"code": 1e-4}                       # relative; the process may choose other convolutions
+TOLERATED = {"code": 1e-3}                       # relative; on a GPU the trained network's convolutions are others
 _CODE = """\
 import torch
 from diffusers import AutoencoderKL
