@@ -221,9 +221,9 @@ def test_given_frames_of_a_folder(run, tmp_path):
 
 
 def test_given_frames_of_an_earlier_run(run, tmp_path):
-    """Oracle: the frames that the first command wrote, exactly, by its folder or its .npz."""
+    """Oracle: the frames that the first command wrote, exactly, by its folder, its .npz or its samples."""
     first = generate(GenerateOptions(run, num=2))
-    for path in (first, *first.glob("*.npz")):
+    for path in (first, *first.glob("*.npz"), first / "samples"):
         clips = arrays(generate(GenerateOptions(run, num=2, prime=path)))
         assert np.array_equal(clips[:, :3], arrays(first)[:, -3:])
         assert brightness(clips)[:, 3:].tolist() == [[5, 6], [8, 9]]
