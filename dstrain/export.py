@@ -1,18 +1,20 @@
 """A trained run as a folder of its own, read back and compared with the trained networks.
 
-    diffusers      what diffusers loads, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md
+    diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
+                   code was run on the folder by a process without dstrain, and drew what the trained network draws
     safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
 """
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -24,6 +26,7 @@ from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.engine.checkpoint import read_weights
+from dstrain.nn.measures import relative_error
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
@@ -67,8 +70,11 @@ def export(options: ExportOptions) -> Exported:
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read(options.run)
-    writer = _writer(options.run, run) if options.format == "diffusers" else None
     system = systems.build(run.system, run.model)
+    writer = None
+    if options.format == "diffusers":
+        system.require_expressible()
+        writer = importlib.import_module(f"{systems.package(run.system).__name__}.to_diffusers")
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.checkpoint(options.run, options.step)
@@ -85,9 +91,28 @@ def export(options: ExportOptions) -> Exported:
             exported = _in_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
-            card.write(folder, options.out.name, run, options.run, checkpoint, kinds, exported.name, exported.note,
-                       writer.about(system)[2], exported.errors)
+            # What takes a process of its own comes last.
+            title, code = options.out.absolute().name, writer.about(system)[2]
+            drawn = card.draw(folder, title, code)
+            with _float32():
+                exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
+            _require_agreement(options.run, exported, writer.TOLERATED)
+            card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
+                       exported.errors, writer.TOLERATED["code"])
     return exported
+
+
+def _float32() -> AbstractContextManager[None]:
+    """Inside, both sides compute in whole float32: on a GPU convolutions would round to TF32, each by its algorithm."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+def _difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
+    """The largest difference of what the card's code has drawn / the largest magnitude of what is expected (B, ...)."""
+    found = torch.from_numpy(drawn)
+    if expected.dtype == torch.uint8:                             # pictures come as they are saved, (B, H, W[, C])
+        found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)
+    return relative_error(found.float(), expected.float().cpu())
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
@@ -123,8 +148,7 @@ def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[s
 
     writer.save(system, nets, out, measured, lambda: _classes(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
-    # Both sides in whole float32: on a GPU convolutions would round to TF32, by algorithms of their own choice.
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with _float32():
         errors = writer.errors(system, nets, out, system.encode(synthetic))
     name, note, _ = writer.about(system)
     return Exported(name, errors, scale, note)
@@ -136,14 +160,6 @@ def _classes(run: Run) -> tuple[str, ...]:
         return tuple(open_sources(run.data)[0].classes)
     except (ValueError, OSError, AttributeError):
         return ()
-
-
-def _writer(folder: Path, run: Run) -> ModuleType:
-    """The module by which the run's system is written for diffusers."""
-    name = f"{systems.package(run.system).__name__}.to_diffusers"
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{folder} trains {run.system}, of no form in diffusers: take --format safetensors")
-    return importlib.import_module(name)
 
 
 def _statistics_of_cache(options: ExportOptions, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ usage:  python launch/export.py RUN --out DIR [options]
 
   RUN                   a run's folder, for example runs/vae-small
   --out DIR             a new folder
-  --format NAME         diffusers (unless given): a DiT over latents becomes a DiTPipeline (over pixels a
-                        DiTTransformer2DModel with its scheduler), an IDDPM a UNet2DModel with its scheduler, a KL
-                        autoencoder an AutoencoderKL, a prior a PriorTransformer, each with a model card, README.md;
+  --format NAME         diffusers (unless given): a KL autoencoder becomes an AutoencoderKL, a DiT, an IDDPM or a prior
+                        a pipeline: diffusers' own where it can draw from it, else with a pipeline.py. The model card,
+                        README.md, shows how; its code was run on the folder;
                         safetensors: of any run PART.safetensors and recipe.yaml.
                         init_from= takes either folder back
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)

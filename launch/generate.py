@@ -5,7 +5,8 @@ from pathlib import Path
 from dstrain.command import arguments, cli
 
 _HELP = """\
-Draws from a trained run: PNGs (videos: GIF and MP4), a grid, and an ADM-style .npz (embeddings: one .npy).
+Draws from a trained run: PNGs (videos: GIF and MP4) in DIR/samples, beside it a grid and an ADM-style .npz (embeddings:
+one .npy).
 
 usage:  [deepspeed] launch/generate.py RUN [options]
 

@@ -1,7 +1,13 @@
 """Exports to diffusers without a run: what is written, read back, measured and refused. Whole runs: tests/launch."""
 
+import importlib
 import json
+import os
 import resource
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +16,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from dstrain import recipe, systems
+from dstrain.command.job import JobOptions, checked, prepare
 from dstrain.consolidate import Order as Consolidation, consolidate
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
@@ -19,11 +26,11 @@ from dstrain.encoders.autoencoder import Autoencoder, fingerprint
 from dstrain.engine.fragments import Fragment, write_shard
 from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.streams import read_header
-from dstrain.export import (ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache,
-                            _writer, export)
+from dstrain.export import ExportOptions, _examples, _in_diffusers, _measured, _statistics_of_cache, export
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fitted
+from dstrain.systems.optional import Imports
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.vae import to_diffusers
 from tests.support import checkpoints
@@ -108,10 +115,8 @@ def test_measured_over_all_classes(trained):
 
 def test_what_has_no_form_in_diffusers(tmp_path, trained):
     """Oracle: the contract: a refusal that says what is supported."""
-    run, _, _ = trained
-    tiny = recipe.load(ROOT / "tests/launch/tiny.yaml").model_copy(update={"system": "phenaki"})
-    with pytest.raises(ConfigError, match="of no form in diffusers: take --format safetensors"):
-        _writer(tmp_path, tiny)
+    with pytest.raises(ConfigError, match="a Newcomer has no form in diffusers: take --format safetensors"):
+        type("Newcomer", (Imports,), {})().require_expressible()
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
     with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
@@ -145,7 +150,7 @@ def begun(tmp_path, name, *words):
 
 @pytest.mark.parametrize("name, words, kind", [
     ("tiny", DIT, "DiTTransformer2DModel"), ("tiny-iddpm", ["samples.ema=0.9"], "UNet2DModel"),
-    ("tiny-vae", [], "AutoencoderKL"), ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
+    ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
 def test_an_export_and_its_card(tmp_path, name, words, kind):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
     init_from, which takes the export for the weights bit for bit.
@@ -166,11 +171,19 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     assert str(tmp_path) not in card and "init_from" not in card, "a path of this machine"
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
-    loading = [line for line in code.splitlines() if "import" in line or "from_pretrained" in line]
-    assert len(loading) >= 2
-    exec("\n".join(loading).replace('"exported', f'"{out}'), {})
+    assert facts["Difference"].count("(code)") == 1 and "This code was run on this folder" in card
+    writer = importlib.import_module(f"dstrain.systems.{run.system}.to_diffusers")
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))
+    assert code.rstrip("\n") == writer.about(system)[2].replace('"OUT', '"exported').rstrip("\n")
+    if kind == "PriorTransformer":               # once more as a reader would; an export has done so with each
+        program = f"import sys\nsys.modules['dstrain'] = None\n{code}torch.save(image_embeds, 'drawn.pt')"
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")})
+        assert done.returncode == 0, done.stderr
+        drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.drawn(system, {first: nets[first].eval()})
+        assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
+        (tmp_path / "drawn.pt").unlink()
     values, notes = fitted(out, system)[first]
     state = nets[first].state_dict()
     assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
@@ -178,20 +191,51 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     assert {path.name for path in tmp_path.iterdir()} == {name, "exported", "again.yaml"}
 
 
-def test_an_export_that_does_not_agree(tmp_path, monkeypatch):
-    """Oracle: weights that were moved between writing and reading: the error is said, and nothing is left behind."""
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_that_diffusers_cannot_express(path):
+    """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
+    run, _ = checked(recipe.load(path))
+    of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [3, 4, 4], "codebook_size": 64}}
+    system = systems.build(run.system, run.model | of_data.get(run.system, {}))
+    with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
+        system.require_expressible()
+
+
+def test_a_dry_run_says_what_cannot_be_exported(tmp_path):
+    """Oracle: the system's own refusal, among the remarks of a dry run alone."""
+    words = (f"folder={tmp_path / 'run'}",)
+    job = JobOptions(ROOT / "tests/launch/tiny.yaml", ROOT / "ds_configs/zero2_fp32.json", words, dry_run=True)
+    said = [remark for remark in prepare(job, 1, "cpu").remarks if "launch/export.py" in remark]
+    assert len(said) == 1 and said[0].startswith("launch/export.py will not write this run for diffusers: time_freq: ")
+    for other in (replace(job, dry_run=False), replace(job, overrides=(*words, "model.time_freq=diffusers"))):
+        assert not [remark for remark in prepare(other, 1, "cpu").remarks if "launch/export.py" in remark]
+
+
+def other_weights(out):
+    path = out / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["conv_in.weight"] *= 1.01
+    save_file(weights, path, {"format": "pt"})
+
+
+def other_chain(out):
+    """Predictions stay the same; what is drawn from them does not."""
+    path = out / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"beta_schedule": "scaled_linear"}))
+
+
+@pytest.mark.parametrize("spoil, name", [(other_weights, "prediction"), (other_chain, "code")])
+def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
+    """Oracle: what was changed between writing and reading: the error is said, and nothing is left behind."""
     folder, _ = begun(tmp_path, "tiny-iddpm", "samples.ema=0.9")
     save = unets.save
 
     def spoiled(system, nets, out, *rest):
         save(system, nets, out, *rest)
-        path = out / "unet" / "diffusion_pytorch_model.safetensors"
-        weights = load_file(path)
-        weights["conv_in.weight"] *= 1.01
-        save_file(weights, path, {"format": "pt"})
+        spoil(out)
 
     monkeypatch.setattr(unets, "save", spoiled)
-    with pytest.raises(ValueError, match=r"differs from the trained network by .*e-\d+ \(prediction\).*nothing is kept"):
+    with pytest.raises(ValueError, match=rf"differs from the trained network by \S+ \({name}\): nothing is kept"):
         export(ExportOptions(folder, tmp_path / "deep" / "out"))
     assert list((tmp_path / "deep").iterdir()) == []
 

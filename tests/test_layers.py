@@ -46,7 +46,7 @@ OWNERS = {
     "wandb": ("dstrain.track",),
     "matplotlib": ("dstrain.track",),
     "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
-                  "dstrain.bench.rivals"),
+                  "dstrain.systems.*.pipeline", "dstrain.bench.rivals"),
     "transformers": ("dstrain.encoders",),
     "plotly": ("dstrain.report",),
     "jinja2": ("dstrain.report",),
@@ -122,6 +122,12 @@ def test_imports_point_downwards(path):
     """Oracle: the table of rooms above, in which every room imports rooms below it."""
     wrong = [f"{path}:{line} imports {found}" for line, found in imports(tree(path)) if refused(name_of(path), found)]
     assert not wrong
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.endswith("/pipeline.py")])
+def test_pipelines_of_exports_stand_alone(path):
+    """Oracle: what a reader of an export has: torch and diffusers, and no dstrain."""
+    assert {found.split(".")[0] for _, found in imports(tree(path))} <= {"torch", "diffusers", "inspect"}
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:

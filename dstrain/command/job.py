@@ -164,6 +164,10 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     config = systems.config(run.system, run.model)
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
+    with _collecting(problems := []):
+        system.require_expressible()
+    if options.dry_run:
+        remarks += [f"launch/export.py will not write this run for diffusers: {problem}" for problem in problems]
     _check_step(run, options)
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)

@@ -23,6 +23,7 @@ from dstrain.recipe import ConfigError
 _ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
 _THREADS = 16                              # a network's disk answers slowly
 _PENDING = 4096                            # calls that wait for a thread: a million would fill the memory
+SAMPLES = "samples"                        # of launch/generate.py: the folder of single samples
 _T = TypeVar("_T")
 
 
@@ -143,6 +144,9 @@ def _by_folders(root: Path, suffixes: tuple[str, ...], key: str,
     full = [name for name in classes if members[name]]
     if not flat and not full:
         raise _without_files(root, suffixes, key, kind)
+    if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
+        raise ConfigError(f"{key}={root}: launch/generate.py wrote this folder, and its samples are in {SAMPLES}: "
+                          f"write {key}={root / SAMPLES}")
     if flat and full:
         raise ConfigError(f"{key}={root}: {kind} ({few(flat)}) beside class folders ({few(full)}): is this one class "
                           f"or several? Move the {kind} into a folder of their class")

@@ -1,8 +1,12 @@
-"""A chain as keyword arguments of diffusers' schedulers. The library itself is not imported here.
+"""A chain as keyword arguments of diffusers' schedulers; pipelines of ours. The library itself is not imported here.
 
 Its schedulers compute in float32, from named betas or from a list; gaussian.py in float64: the chain is the same.
 """
 
+import inspect
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 from dstrain.diffusion.gaussian import GaussianDiffusion
@@ -30,6 +34,21 @@ def scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool)
     return common | {"trained_betas": diffusion.tables["betas"].float().tolist()}
 
 
-def even_steps(count: int, most: int = 5) -> int:
+def save_pipeline(pipeline: Any, folder: Path) -> None:
+    """Saves a pipeline of a class of ours: with the file of the class, by which diffusers loads it without dstrain."""
+    pipeline.save_pretrained(folder)
+    source = Path(inspect.getfile(type(pipeline)))
+    shutil.copyfile(source, folder / source.name)
+    add_to_index(folder, _class_name=[source.stem, type(pipeline).__name__])
+
+
+def add_to_index(folder: Path, **entries: Any) -> None:
+    """Writes entries into a pipeline's model_index.json."""
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text(encoding="utf-8")) | entries
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def even_steps(count: int, most: int = 20) -> int:
     """The largest divisor of `count` up to `most`: with so many steps DDIM visits the same timesteps in diffusers."""
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

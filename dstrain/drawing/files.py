@@ -1,24 +1,26 @@
 """The files that launch/generate.py writes, round by round: the ranks share the single files, rank 0 writes the rest.
 
-    000000.png                      pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif
+    samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
+                                    The folder holds nothing else: tools that score a folder take all of it
     grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
     samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
                                     int64 (N,) of a class-conditional run; prompts, where there were texts
-    prompts.txt, captions.jsonl     the texts, and which file, seed and frames belong to them
+    prompts.txt, captions.jsonl     the texts, and which file of samples/, seed and frames belong to them
     embeddings.npy                  of a prior, instead of all pictures
 """
 
-import itertools
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dstrain.data.folder import SAMPLES
 from dstrain.drawing.scenes import Scene
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
@@ -66,7 +68,7 @@ class Pictures:
         self.videos = samples.ndim == 5
         for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
             if number % group.world() == group.rank():
-                self._save(self.out / self.about.stem(number), sample)
+                self._save(self.out / SAMPLES / self.about.stem(number), sample)
         if group.rank() == 0:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
@@ -134,10 +136,12 @@ def folder_for(out: Path | None, parent: Path) -> Path:
     ConfigError: `out` cannot be written, or holds samples already.
     """
     def used(path: Path) -> bool:
-        return path.is_dir() and any((*path.glob("samples_*.npz"), *path.glob("embeddings.npy")))
+        # Pictures alone are those of a command that was stopped: they would mix with others.
+        return path.is_dir() and any(chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"),
+                                           path.glob(f"{SAMPLES}/*")))
 
     if out is None:
-        names = itertools.chain(["generated"], (f"generated_{number}" for number in itertools.count(2)))
+        names = chain(["generated"], (f"generated_{number}" for number in count(2)))
         return next(parent / name for name in names if not used(parent / name))
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -103,6 +103,8 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in (*VIDEOS, *PICTURES))
+    # generate writes each clip as a GIF, which is exact, and as an MP4.
+    files = [file for file in files if file.suffix != ".mp4" or file.with_suffix(".gif") not in files]
     if not files:
         raise ConfigError(f"--prime {path} holds no video and no picture: give files such as .mp4, .gif or .png")
     return files

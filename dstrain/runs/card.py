@@ -1,14 +1,21 @@
-"""The model card of an export: README.md, which says what a folder is, how it came to be and how it is loaded.
+"""The model card of an export: README.md, which says what a folder is, how it came to be and how one draws from it.
 
 Its facts come from the run's folder (folders.py) and the checkpoint's manifest. The publisher adds the licence.
 """
 
 import importlib.metadata
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dstrain import __version__
 from dstrain.engine.manifest import manifest
@@ -17,15 +24,53 @@ from dstrain.recipe import Run, dump
 GRID = "samples.png"
 _KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
 _LIBRARIES = ("torch", "diffusers", "safetensors")
+# Runs the code argv[1] and writes what it drew to argv[2]. dstrain cannot be imported, nor can what only it needs: for
+# diffusers, bitsandbytes is seconds of importing.
+_RUNNER = """\
+import sys
+sys.modules.update(dict.fromkeys(("dstrain", "deepspeed", "bitsandbytes")))
+import numpy, torch
+torch.backends.cudnn.allow_tf32 = False
+names = {}
+exec(compile(open(sys.argv[1], encoding="utf-8").read(), "README.md", "exec"), names)
+drawn = names["images"] if "images" in names else names["image_embeds"]
+drawn = drawn.cpu().numpy() if torch.is_tensor(drawn) else numpy.stack([numpy.asarray(image) for image in drawn])
+numpy.save(sys.argv[2], drawn)
+"""
+
+
+def draw(folder: Path, title: str, code: str) -> np.ndarray:
+    """What the card's code draws from the folder, whose name is yet to be `title`, in a process without dstrain.
+
+    float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
+    """
+    with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
+        place = Path(name)
+        (place / "code.py").write_text(_titled(code, title), encoding="utf-8")
+        (place / "here").mkdir()
+        (place / "here" / title).symlink_to(folder.absolute())
+        # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
+        environment = {"HF_MODULES_CACHE": str(place / "modules"), "DIFFUSERS_DISABLE_REMOTE_CODE": "false",
+                       "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([sys.executable, "-c", _RUNNER, place / "code.py", place / "drawn.npy"],
+                              cwd=place / "here", capture_output=True, text=True, env=os.environ | environment)
+        if done.returncode:
+            raise RuntimeError(f"the code of the model card fails:\n{code}\n{done.stderr[-4000:]}")
+        return np.load(place / "drawn.npy")
+
+
+def _titled(code: str, title: str) -> str:
+    return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
 def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], class_name: str,
-          note: str, code: str, errors: Mapping[str, float]) -> None:
+          note: str, code: str, errors: Mapping[str, float], limit: float) -> None:
     """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
     title   what the folder is called when it is whole             note   what whoever loads it has to know
-    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that loads it from "OUT"
+    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that draws from "OUT", as `draw` ran it
             what of it was taken                                   errors against the trained network, relative
+    limit   of the code's error
     """
     sealed, run = manifest(checkpoint), _published(run)
     imported = sealed["extra"].get("imported")                            # of launch/import.py's: not trained here
@@ -47,7 +92,11 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
-    lines += ["```python", code.replace('"OUT', f'"{title}'), "```", ""]
+    lines += ["```python", *_titled(code, title).splitlines(), "```", ""]
+    lines += ["This code was run on this folder when it was written, without dstrain. What it drew differs by "
+              f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
+              f"from the same noise; above {limit:.1e} the export would have been refused."
+              + f" The run's own pictures take {run.samples.num_steps} steps." * ("images = pipeline" in code), ""]
     lines += [f"Note: {note}.", ""] if note else []
     recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
     lines += ["## Recipe", "", "```yaml", *recipe, "```", "", "## Licence", "", "Not stated: whoever publishes these "

@@ -104,7 +104,7 @@ class FirstStage:
 
 
 class Imports:
-    """Weights that were trained elsewhere."""
+    """Weights that were trained elsewhere, or go there."""
 
     in_pipeline: str = ""                         # where a pipeline of diffusers keeps what `from_diffusers` takes
 
@@ -135,3 +135,7 @@ class Imports:
         """
         raise ConfigError(f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
                           f"a {type(self).__name__} does not begin from; give a file or folder of this system")
+
+    def require_expressible(self) -> None:
+        """ConfigError: launch/export.py cannot write such a model for diffusers, whatever its weights are."""
+        raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

@@ -12,10 +12,10 @@ from PIL import Image, ImageSequence
 from dstrain import recipe, rng
 from dstrain.data.clips import Cut
 from dstrain.data.videos import open_videos
-from dstrain.drawing.files import About, Pictures
+from dstrain.drawing.files import About, Pictures, folder_for
 from dstrain.generate import GenerateOptions, generate
 from dstrain.recipe import ConfigError, Run
-from dstrain.track.pictures import Album, on_white
+from dstrain.track.pictures import Album, on_white, save_png
 from launch.generate import _options
 from tests.support import counting, gloo
 
@@ -61,10 +61,11 @@ def test_files_of_videos(run):
     stems = ["000007-a-sneaker-moving-left", "000008-ein-rucklaufer-etc", "000009", "000010-a-sneaker-moving-left"]
     beside = {"captions.jsonl", "prompts.txt", "grid.gif", "grid.png", "samples_4x5x5x6x3.npz"}
     films = {f"{stem}.{kind}" for stem in stems for kind in ("gif", "mp4")}
-    assert {path.name for path in out.iterdir()} == beside | films
+    assert {path.name for path in out.iterdir()} == beside | {"samples"}
+    assert {path.name for path in (out / "samples").iterdir()} == films
     for stem, clip in zip(stems, clips):
-        assert np.array_equal(frames_of(out / f"{stem}.gif"), clip)                      # grey is kept exactly
-        film = frames_of(out / f"{stem}.mp4")
+        assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clip)      # grey is kept exactly
+        film = frames_of(out / "samples" / f"{stem}.mp4")
         assert film.shape == (5, 6, 6, 3) and abs(film[:, 3, 3].astype(int) - clip[:, 3, 3]).max() <= 8
     lines = [json.loads(line) for line in (out / "captions.jsonl").read_text().splitlines()]
     texts = [PROMPTS[i % 3] for i in range(4)]
@@ -79,9 +80,9 @@ def test_a_generated_folder_is_data(run, tmp_path):
     """Oracle: what was drawn, read again by the trainer's own source of videos with its captions file."""
     out = generate(GenerateOptions(run, num=3, prompts=("left", "right"), formats=("gif",), out=tmp_path / "clips"))
     clips = arrays(out)
-    (out / "grid.gif").unlink()
-    (out / "grid.png").unlink()
-    source = open_videos(str(out), Cut(5, *counting.SIZE, channels=1), split="train",
+    with pytest.raises(ConfigError, match=f"write data.path={out / 'samples'}"):
+        open_videos(str(out), Cut(5, *counting.SIZE, channels=1), split="train")
+    source = open_videos(str(out / "samples"), Cut(5, *counting.SIZE, channels=1), split="train",
                          captions=str(out / "captions.jsonl"))
     assert len(source) == 3
     for index in range(3):
@@ -94,14 +95,16 @@ def test_a_generated_folder_is_data(run, tmp_path):
 def test_formats_and_one_frame(run):
     """Oracle: the files asked for; a clip of one frame is a picture with its caption in its name."""
     out = generate(GenerateOptions(run, num=2, formats=("mp4",), fps=25))
-    assert {path.suffix for path in out.glob("0*")} == {".mp4"} and not (out / "captions.jsonl").exists()
-    with av.open(str(out / "000001.mp4")) as container:
+    assert {path.suffix for path in (out / "samples").iterdir()} == {".mp4"} and not (out / "captions.jsonl").exists()
+    with av.open(str(out / "samples" / "000001.mp4")) as container:
         assert container.streams.video[0].average_rate == 25
     out = generate(GenerateOptions(run, num=2, num_frames=1, prompts=("a hat",)))
     assert out.name == "generated_2" and sorted(path.name for path in out.iterdir()) == [
-        "000000-a-hat.png", "000001-a-hat.png", "captions.jsonl", "grid.png", "prompts.txt", "samples_2x5x6x3.npz"]
+        "captions.jsonl", "grid.png", "prompts.txt", "samples", "samples_2x5x6x3.npz"]
+    assert sorted(path.name for path in (out / "samples").iterdir()) == ["000000-a-hat.png", "000001-a-hat.png"]
     out = generate(GenerateOptions(run, num=2, pngs=False, prompts=("a hat",)))
-    assert not list(out.glob("0*")) and json.loads((out / "captions.jsonl").read_text().splitlines()[0])["file"] is None
+    first = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
+    assert not (out / "samples").exists() and first["file"] is None
 
 
 def test_the_recipes_own_prompts(tmp_path, monkeypatch):
@@ -120,15 +123,24 @@ def test_files_of_pictures(tmp_path, channels):
     keep.add(torch.arange(3), pictures[:3])
     keep.add(torch.arange(3, 5), pictures[3:])
     keep.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *(f"{number:06d}.png" for number in range(2, 7)), "grid.png", "samples_5x7x6x3.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.png", "samples", "samples_5x7x6x3.npz"]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        f"{number:06d}.png" for number in range(2, 7)]
     for number, picture in enumerate(pictures, 2):
-        found = np.asarray(Image.open(tmp_path / f"{number:06d}.png")).reshape(7, 6, channels)
+        found = np.asarray(Image.open(tmp_path / "samples" / f"{number:06d}.png")).reshape(7, 6, channels)
         assert np.array_equal(found, picture.permute(1, 2, 0).numpy())
     with np.load(tmp_path / "samples_5x7x6x3.npz") as file:
         assert file["arr_1"].tolist() == [3, 1, 3, 1, 3] and file["arr_1"].dtype == np.int64
         white = on_white(pictures).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
         assert np.array_equal(file["arr_0"], white)
+
+
+def test_pictures_of_a_stopped_command(tmp_path):
+    """Oracle: the law that samples/ holds one command's samples: pictures without their .npz are not drawn beside."""
+    save_png(tmp_path / "generated" / "samples" / "000099.png", np.zeros((4, 4, 1), np.uint8))
+    assert folder_for(None, tmp_path) == tmp_path / "generated_2"
+    with pytest.raises(ConfigError, match="generated holds samples already: name another folder, or empty it"):
+        folder_for(tmp_path / "generated", tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- scenes
@@ -150,7 +162,7 @@ def test_scenes_go_on(run, kept, expected):
         assert (clips[:, begin:end, 0, 1, 0] == counting.noise_of(seeds).numpy()[:, None]).all()
         seeds, begin = rng.keys_of_seeds(seeds), end
     stem = "000004-one-then-two-and-at-last-three"
-    assert np.array_equal(frames_of(out / f"{stem}.gif"), clips[0])
+    assert np.array_equal(frames_of(out / "samples" / f"{stem}.gif"), clips[0])
     line = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
     assert line == {"file": f"{stem}.gif", "caption": "one; then two; and at last three", "seed": 4, "scenes": [
         {"caption": text, "first": begin, "frames": end - begin}
@@ -168,8 +180,9 @@ def test_two_ranks_write_the_same(run, tmp_path):
     """Oracle: one process's folder, file by file, byte by byte but for the .npz, which holds the same arrays."""
     one = generate(GenerateOptions(run, num=5, scenes=("a", "bc"), batch=3, out=tmp_path / "one"))
     gloo.run(tmp_path, on_a_rank, run)
-    files = sorted(path.name for path in one.iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
+    files = sorted(str(path.relative_to(one)) for path in one.rglob("*.*"))
+    assert files == sorted(str(path.relative_to(tmp_path / "two")) for path in (tmp_path / "two").rglob("*.*"))
+    assert len(files) == 5 + 2 * 5
     for name in files:
         if not name.endswith(".npz"):
             assert (one / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
@@ -208,9 +221,9 @@ def test_given_frames_of_a_folder(run, tmp_path):
 
 
 def test_given_frames_of_an_earlier_run(run, tmp_path):
-    """Oracle: the frames that the first command wrote, exactly, by its folder or its .npz."""
+    """Oracle: the frames that the first command wrote, exactly, by its folder, its .npz or its samples."""
     first = generate(GenerateOptions(run, num=2))
-    for path in (first, *first.glob("*.npz")):
+    for path in (first, *first.glob("*.npz"), first / "samples"):
         clips = arrays(generate(GenerateOptions(run, num=2, prime=path)))
         assert np.array_equal(clips[:, :3], arrays(first)[:, -3:])
         assert brightness(clips)[:, 3:].tolist() == [[5, 6], [8, 9]]

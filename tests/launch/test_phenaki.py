@@ -77,8 +77,8 @@ def test_clips_of_texts_and_scenes(made, tmp_path):
         finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-samples", "3",
                        "--batch", "2", "--out", out, num=num))
         clips.append(np.load(next(out.glob("*.npz")))["arr_0"])
-        assert len(list(out.glob("00000*.gif"))) == len(list(out.glob("00000*.mp4"))) == 3
-        assert (out / "000001-an-ankle-boot-bouncing.gif").exists()
+        assert len(list(out.glob("samples/*.gif"))) == len(list(out.glob("samples/*.mp4"))) == 3
+        assert (out / "samples" / "000001-an-ankle-boot-bouncing.gif").exists()
     assert clips[0].shape == (3, 5, 16, 16, 3)
     np.testing.assert_array_equal(*clips)
     out = tmp_path / "story"

@@ -92,7 +92,7 @@ def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     def pictures(out: Path, *words: str, num: int) -> dict[str, bytes]:
         finish(command("launch/generate.py", undisturbed(2), "--out", out, "--steps", "4", "--batch", "2", *words,
                        num=num))
-        return {path.name: path.read_bytes() for path in out.glob("0*.png")}
+        return {path.name: path.read_bytes() for path in (out / "samples").iterdir()}
 
     one = pictures(tmp_path / "one", "--num-samples", "6", "--labels", "3", num=1)
     two = pictures(tmp_path / "two", "--num-samples", "6", "--labels", "3", num=2)
@@ -100,7 +100,7 @@ def test_pictures_belong_to_their_seeds(undisturbed, tmp_path):
     assert pictures(tmp_path / "later", "--num-samples", "3", "--labels", "3", "--seed", "2", num=1).items() <= one.items()
     array = np.load(tmp_path / "two" / "samples_6x32x32x3.npz")["arr_0"]
     assert array.dtype == np.uint8 and array.shape == (6, 32, 32, 3)
-    assert (array[5, :, :, 0] == np.asarray(Image.open(tmp_path / "two" / "000005.png").convert("L"))).all()
+    assert (array[5, :, :, 0] == np.asarray(Image.open(tmp_path / "two" / "samples" / "000005.png").convert("L"))).all()
     assert Image.open(tmp_path / "two" / "grid.png").size[0] > 32
 
 

@@ -3,6 +3,13 @@
 import pytest
 import torch
 from diffusers.models import embeddings
+from diffusers.utils import dynamic_modules_utils
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path_factory, monkeypatch):
+    """A folder for the code of pipelines, which diffusers copies under one name: tests run beside each other."""
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
 
 
 @pytest.fixture

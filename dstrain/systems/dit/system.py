@@ -176,6 +176,9 @@ class DiTSystem(System):
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
 
+    def require_expressible(self) -> None:
+        weights.require_expressible(self.config)
+
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (DiTBlock,)
 

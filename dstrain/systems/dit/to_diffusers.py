@@ -1,15 +1,14 @@
-"""A trained DiT as a folder for diffusers: a DiTPipeline where that can run it, else its parts. See dstrain/export.py.
+"""A trained DiT as a folder for diffusers: a pipeline that draws. See dstrain/export.py.
 
-    transformer/   DiTTransformer2DModel; its label table has 1,001 rows: the pipeline takes row 1000 for "no label"
+    transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label"
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
     vae/           the first stage, with the scale that the run was trained with
+    pipeline.py    ClassPipeline, beside this file: where DiTPipeline cannot draw from the run
     model_index.json   with the names of the classes
 
-The pipeline needs a vae, which a DiT over pixels has not, and it cannot call a scheduler of flow matching. In both
-cases the folder holds transformer/ and scheduler/ (and vae/) and no model_index.json: the user writes the loop.
+DiTPipeline needs a vae, adds no shift to latents, has room for 1,000 labels, and knows no scheduler of flow matching.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.gaussian import at_boundary
-from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.nn.layers import sincos_positions
 from dstrain.nn.measures import relative_error
+from dstrain.nn.pixels import to_uint8
+from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.dit import weights
@@ -32,43 +32,51 @@ from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
-# on CPUs with a poor exp 1e-4. Rounding errors grow along a chain.
-TOLERATED = {"with label": 3e-4, "without label": 3e-4, "chain": 5e-3}
+# on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
+TOLERATED = {"with label": 3e-4, "without label": 3e-4, "code": 2.5 / 255}
 _NULL = 1000                                      # the row of "no label" in DiTPipeline
-_COUNT, _IN_CHAIN = 4, 2                          # samples compared in one prediction, and along a chain
-_SCALE, _FLOW_STEPS = 1.5, 5                      # of a compared chain: guidance scale, and Euler steps
+_COUNT = 4                                        # samples compared in one prediction
+_SCALE, _FLOW_STEPS = 1.5, 20                     # of the card's pictures: guidance scale, and Euler steps
+_STOCK = """\
+import torch
+from diffusers import DiTPipeline
+
+pipeline = DiTPipeline.from_pretrained("OUT")
+"""
+_OWN = """\
+import torch
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    # runs pipeline.py of this folder
+"""
+_DRAW = """\
+noise = torch.Generator().manual_seed(0)
+images = pipeline({labels}, guidance_scale={scale}, num_inference_steps={steps}, generator=noise{more}).images
+"""
+_SAVE = """\
+images[0].save("0.png")
+"""
 
 
 def about(system: DiTSystem) -> tuple[str, str, str]:
-    """The class in diffusers, notes for its user, and Python code that loads it from OUT."""
+    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
     config, notes = system.config, []
-    if not _is_pipeline(system):
-        reason = ("diffusers' DiTPipeline knows no scheduler of flow matching" if config.objective == "flow" else
-                  "there is no vae, which diffusers' DiTPipeline needs")
-        notes.append(f"{reason}: transformer/ and scheduler/ are for a loop of your own; no label is number "
-                     f"{config.num_classes}")
-        if config.objective == "flow":
-            notes.append("call scheduler.set_timesteps(sigmas=[1, 1 - 1/n, ..., 1/n]), else its last step is another")
-        elif system.models_pixels():
-            notes.append("step with use_clipped_model_output=True, as dstrain's sampler does")
     if config.learn_sigma:
         notes.append(f"of the transformer's output the first {config.in_channels} channels are the prediction; the "
                      "variances behind them are unused by DDIM")
-    if config.guidance_channels not in (None, config.in_channels):
+    if _is_stock(system) and config.guidance_channels not in (None, config.in_channels):
         notes.append(f"guidance here is of all {config.in_channels} channels, where the recipe guides "
                      f"{config.guidance_channels} (guidance_channels)")
     if not config.class_dropout_prob:
         notes.append("trained without dropped labels: sample with guidance_scale=1")
-    if _is_pipeline(system):
-        code = ("from diffusers import DiTPipeline\n"
-                'pipeline = DiTPipeline.from_pretrained("OUT")\n'
-                f"pipeline([0], guidance_scale={_SCALE if config.class_dropout_prob else 1}).images[0].save('0.png')")
-        return "DiTPipeline", "; ".join(notes), code
-    kind = "FlowMatchEulerDiscreteScheduler" if config.objective == "flow" else "DDIMScheduler"
-    code = (f"from diffusers import DiTTransformer2DModel, {kind}\n"
-            'transformer = DiTTransformer2DModel.from_pretrained("OUT/transformer")\n'
-            f'scheduler = {kind}.from_pretrained("OUT/scheduler")')
-    return "DiTTransformer2DModel", "; ".join(notes), code
+    latents = config.codes is not None and system.first_stage is None
+    if latents:
+        notes.append(f"images are latents times {config.codes.scaling_factor:g}, of the autoencoder "
+                     f"{config.codes.first_stage}, which decodes them")
+    code = (_STOCK if _is_stock(system) else _OWN) + _DRAW.format(
+        labels=_labels(system), scale=_scale(system), steps=_steps(system), more=', output_type="latent"' * latents)
+    kind = "DiTPipeline" if _is_stock(system) else "DiTTransformer2DModel"
+    return kind, "; ".join(notes), code if latents else code + _SAVE
 
 
 def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
@@ -79,9 +87,11 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
     """
     from diffusers import DiTPipeline, DiTTransformer2DModel
 
+    from dstrain.systems.dit.pipeline import ClassPipeline
+
     config, network = system.config, nets["denoiser"]
     _require_expressible(system, network)
-    rows = _NULL if _is_pipeline(system) else config.num_classes
+    rows = _NULL if _is_stock(system) else config.num_classes
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
     state = weights.to_diffusers(state, len(network.blocks), rows, bool(config.class_dropout_prob))
     with torch.device("meta"):
@@ -89,23 +99,18 @@ def save(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path,
     transformer.load_state_dict(state, assign=True)
     scheduler, vae = _scheduler(system), _first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
-    if not _is_pipeline(system):
-        transformer.save_pretrained(folder / "transformer")
-        scheduler.save_pretrained(folder / "scheduler")
-        if vae is not None:
-            vae.save_pretrained(folder / "vae")
-        return
-    DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
+    if _is_stock(system):
+        DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
+    else:
+        save_pipeline(ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels), folder)
     if names := classes():
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        index["id2label"] = {str(number): name for number, name in enumerate(names)}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 @torch.no_grad()
 def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
     """Relative errors of diffusers' network: of predictions with and (if trained) without label at timesteps over the
-    whole chain, and of a chain from the same noise (DDIM with guidance, or Euler steps).
+    whole chain.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -121,90 +126,53 @@ def errors(system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, examp
     if config.class_dropout_prob:
         truth = nets["denoiser"](x, t, torch.full_like(y, config.num_classes))
         results["without label"] = relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
-    chain = _pipeline if _is_pipeline(system) else _loop
-    pair = chain(system, nets["denoiser"], exported, folder, x[:_IN_CHAIN], y[:_IN_CHAIN])
-    return results | {"chain": relative_error(*pair)}
+    return results
 
 
-def _pipeline(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
-              y: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures in [0, 1]: the pipeline's, called as a user calls it, and the system's from the same noise."""
-    from diffusers import DiTPipeline
-    from diffusers.utils.torch_utils import randn_tensor
-
-    pipeline = DiTPipeline.from_pretrained(folder, transformer=exported, low_cpu_mem_usage=False).to(x.device)
-    pipeline.set_progress_bar_config(disable=True)
-    steps, generator = even_steps(system.diffusion.num_timesteps), lambda: torch.Generator().manual_seed(0)
-    pictures = pipeline(y.tolist(), guidance_scale=_scale(system), generator=generator(), num_inference_steps=steps,
-                        output_type="pt").images
-    start = randn_tensor(tuple(x.shape), generator=generator(), device=x.device, dtype=x.dtype)
-    latents = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), _guided(system, network, y), start)
-    return pictures, (system.first_stage.decode(latents) / 2 + 0.5).clamp(0, 1)
-
-
-def _loop(system: DiTSystem, network: DiT, exported: nn.Module, folder: Path, x: Tensor,
-          y: Tensor) -> tuple[Tensor, Tensor]:
-    """What diffusers' scheduler makes of x over the exported network, and the system's sampler: DDIM, or Euler's."""
-    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
-
-    own, predict = _guided(system, network, y), _guided_exported(exported, y, _scale(system))
-    if system.config.objective == "flow":
-        scheduler, options = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"), {}
-        scheduler.set_timesteps(sigmas=[1 - step / _FLOW_STEPS for step in range(_FLOW_STEPS)])
-        expected = system.flow.euler(own, x, _FLOW_STEPS)
+@torch.no_grad()
+def drawn(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """What the code of `about` draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
+    config, y = system.config, torch.tensor(_labels(system), device=group.device())
+    noise = torch.randn(len(y), *system.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
+    channels = None if _is_stock(system) else config.guidance_channels
+    null = {"y": torch.full_like(y, config.num_classes)}
+    network = samplers.guided(nets["denoiser"], {"y": y}, null, _scale(system), channels)
+    if config.objective == "flow":
+        x = system.flow.euler(network, noise, _steps(system))
     else:
-        scheduler = DDIMScheduler.from_pretrained(folder / "scheduler")
-        steps, clip = even_steps(system.diffusion.num_timesteps), scheduler.config.clip_sample
-        scheduler.set_timesteps(steps)
-        expected = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), own, x, clip_denoised=clip)
-        options = {"use_clipped_model_output": clip}
-    for t in scheduler.timesteps:
-        x = scheduler.step(predict(x, t), t, x, **options).prev_sample
-    return x, expected
+        chain = system.diffusion.respaced(f"ddim{_steps(system)}")
+        x = samplers.ddim(chain, network, noise, clip_denoised=system.models_pixels())
+    if system.cannot_draw():                                      # latents that no autoencoder decodes
+        return x
+    return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
 
-def _guided(system: DiTSystem, network: DiT, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return samplers.guided(network, {"y": y}, {"y": torch.full_like(y, system.config.num_classes)}, _scale(system))
+def _labels(system: DiTSystem) -> list[int]:
+    return list(range(min(2, system.config.num_classes)))
 
 
-def _guided_exported(exported: nn.Module, y: Tensor, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a user of the transformer writes by hand: the guided prediction (B, C, H, W) at a scheduler's timestep."""
-    null = torch.full_like(y, exported.config.num_embeds_ada_norm)
-    guided = samplers.guided(lambda x, t, y: exported(x, t, y).sample, {"y": y}, {"y": null}, scale)
-    return lambda x, t: at_boundary(guided(x, t.to(x.device).expand(len(x))))[:, :x.shape[1]]
+def _steps(system: DiTSystem) -> int:
+    return _FLOW_STEPS if system.config.objective == "flow" else even_steps(system.diffusion.num_timesteps)
 
 
 def _scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
 
-def _is_pipeline(system: DiTSystem) -> bool:
-    return system.config.objective == "diffusion" and system.config.first_stage is not None
+def _is_stock(system: DiTSystem) -> bool:
+    """Whether diffusers' own DiTPipeline draws from it."""
+    config = system.config
+    return (config.objective == "diffusion" and config.first_stage is not None and config.num_classes <= _NULL
+            and not (system.first_stage and system.first_stage.shift))
 
 
 def _require_expressible(system: DiTSystem, network: DiT) -> None:
-    config, dim = system.config, network.pos_embed.shape[-1]
-    if config.time_freq != "diffusers":
-        raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
-                          "than the official network and has no setting for it; train on for a while with "
-                          "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
-    if int(dim * config.mlp_ratio) != 4 * dim:
-        raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
-                          "--format safetensors")
+    system.require_expressible()
+    dim = network.pos_embed.shape[-1]
     if not torch.allclose(network.pos_embed.float().cpu(), sincos_positions(dim, network.grid, network.grid)[None],
                           rtol=0, atol=1e-6):
         raise ConfigError("pos_embed: these positions were interpolated from another resolution, and diffusers' "
                           "DiTTransformer2DModel computes its own; take --format safetensors")
-    if _is_pipeline(system) and config.num_classes > _NULL:
-        raise ConfigError(f"num_classes: {config.num_classes} labels leave no room for no label, which is number "
-                          f"{_NULL} to diffusers' DiTPipeline; take --format safetensors")
-    if system.first_stage is not None and system.first_stage.shift:
-        raise ConfigError(f"first_stage.shift: {system.first_stage.shift:g} is added to latents here, and diffusers' "
-                          "DiTPipeline adds nothing; take --format safetensors")
-    scale = config.flow.time_scale
-    if config.objective == "flow" and (scale != int(scale) or scale < 1):
-        raise ConfigError(f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
-                          "as num_train_timesteps; take --format safetensors")
 
 
 def _scheduler(system: DiTSystem) -> Any:
@@ -225,5 +193,5 @@ def _first_stage(config: Config) -> nn.Module | None:
     if trained_with not in (None, stage.fingerprint()):
         raise ConfigError(f"first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
                           f"this model was trained with {trained_with}; put that one back there")
-    stage.vae.register_to_config(scaling_factor=stage.scaling_factor)
+    stage.vae.register_to_config(scaling_factor=stage.scaling_factor, shift_factor=stage.shift or None)
     return stage.vae

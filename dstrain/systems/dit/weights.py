@@ -159,6 +159,22 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 
 
+def require_expressible(config: Config) -> None:
+    """ConfigError: a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
+    if config.time_freq != "diffusers":
+        raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
+                          "than the official network and has no setting for it; train on for a while with "
+                          "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
+    dim = config.network_shape()["hidden_size"]
+    if int(dim * config.mlp_ratio) != 4 * dim:
+        raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
+                          "--format safetensors")
+    scale = config.flow.time_scale
+    if config.objective == "flow" and (scale != int(scale) or scale < 1):
+        raise ConfigError(f"flow.time_scale: {scale:g} is no whole number, which FlowMatchEulerDiscreteScheduler takes "
+                          "as num_train_timesteps; take --format safetensors")
+
+
 def arguments(config: Config) -> dict[str, Any]:
     """The keyword arguments of the same network in diffusers, but for the size of its label table."""
     shape = config.network_shape()

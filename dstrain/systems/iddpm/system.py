@@ -17,6 +17,7 @@ from dstrain import rng
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
+from dstrain.diffusion.published import scheduler_arguments
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
@@ -195,6 +196,11 @@ class IDDPMSystem(System):
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.from_diffusers(state, diffusers_config, self.config)
+
+    def require_expressible(self) -> None:
+        """Of the network and of the chain."""
+        weights.arguments(self.config)
+        scheduler_arguments(self.diffusion, self.config.noise_schedule, clip=True)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (ResBlock, AttentionBlock)

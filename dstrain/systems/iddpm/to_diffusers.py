@@ -1,9 +1,10 @@
-"""A trained IDDPM as a folder for diffusers: UNet2DModel and DDPMScheduler. See dstrain/export.py.
+"""A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/export.py.
 
     unet/              UNet2DModel; weights.arguments refuses what it cannot express. A super-resolution UNet has twice
                        the input channels: x, and beside it the small picture stretched to x's size
     scheduler/         DDPMScheduler, learned variances included; DDIMScheduler.from_config takes it, too
-    model_index.json   of a DDPMPipeline, for a model without conditions: that pipeline gives no labels
+    model_index.json   of a DDPMPipeline; it gives neither labels nor small pictures, then it is of
+    pipeline.py        ConditionalUNetPipeline, beside this file
 
 With rescale_timesteps the network sees other timesteps than those of the chain. Then UNet2DModel looks up their
 sinusoids in a table (time_embedding_type "learned").
@@ -19,46 +20,69 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
 from dstrain.nn.measures import relative_error
+from dstrain.nn.pixels import to_uint8
+from dstrain.ranks import group
 from dstrain.systems.base import Example
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
 
-TOLERATED = {"chain": 1e-3, "prediction": 1e-4}   # relative; other shapes of convolutions and attention round otherwise
-_COUNT, _IN_CHAIN = 4, 2                          # samples compared in one prediction, and along a chain
+# Relative; other shapes of convolutions and attention round otherwise. Two of a picture's 255 levels.
+TOLERATED = {"prediction": 1e-4, "code": 2.5 / 255}
+_COUNT, _DRAWN = 4, 2                             # samples compared in one prediction, and drawn by the card's code
+_STOCK = """\
+import torch
+from diffusers import DDPMPipeline
+
+pipeline = DDPMPipeline.from_pretrained("OUT")
+noise = torch.Generator().manual_seed(0)
+"""
+_OWN = """\
+import torch
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    # runs pipeline.py of this folder
+noise = torch.Generator().manual_seed(0)
+"""
+_LOW_RES = """\
+low_res = torch.rand({shape}, generator=noise) * 2 - 1    # in place of your small pictures, (B, C, h, w) in [-1, 1]
+"""
+_DRAW = """\
+images = pipeline({inputs}, num_inference_steps={steps}, generator=noise).images
+images[0].save("0.png")
+"""
 
 
 def about(system: IDDPMSystem) -> tuple[str, str, str]:
-    """The class in diffusers, notes for its user, and Python code that loads it from OUT."""
-    config, notes = system.config, []
-    if _is_pipeline(system):
-        code = ("from diffusers import DDPMPipeline\n"
-                'pipeline = DDPMPipeline.from_pretrained("OUT")\n'
-                "pipeline(num_inference_steps=250).images[0].save('0.png')")
-        return "DDPMPipeline", "", code
-    if config.class_cond:
-        notes.append("diffusers' DDPMPipeline gives no labels: call unet(x, t, class_labels=y) in a loop of your own")
+    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
+    config, inputs, notes = system.config, [], []
     if system.starts_from_data:
+        inputs.append("low_res=low_res")
         notes.append(f"the unet sees {2 * config.in_channels} channels: x, and beside it the {config.small_size} x "
-                     f"{config.small_size} picture stretched to {config.image_size} x {config.image_size} "
-                     "(torch.nn.functional.interpolate, bilinear, align_corners=False)")
+                     f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}")
+    if config.class_cond:
+        inputs.insert(0, f"class_labels={_labels(system)}")
     if config.learn_sigma:
         notes.append(f"the unet's first {config.in_channels} output channels are the prediction, the others the "
                      "variances, which DDPMScheduler takes and DDIMScheduler must not be given")
-    code = ("from diffusers import DDPMScheduler, UNet2DModel\n"
-            'unet = UNet2DModel.from_pretrained("OUT/unet")\n'
-            'scheduler = DDPMScheduler.from_pretrained("OUT/scheduler")')
-    return "UNet2DModel", "; ".join(notes), code
+    code = _OWN if inputs else _STOCK
+    if system.starts_from_data:
+        code += _LOW_RES.format(shape=", ".join(map(str, _small(system))))
+    arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
+    code += _DRAW.format(inputs=arguments, steps=even_steps(config.diffusion_steps))
+    return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
 def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
          statistics: Callable[[], dict[str, Any]] = dict, classes: Callable[[], Sequence[str]] = tuple) -> None:
-    """Writes the folder; `statistics` and `classes` are for other systems.
+    """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
 
     ConfigError: a flag of the model that diffusers' classes cannot express.
     """
     from diffusers import DDPMPipeline, UNet2DModel
+
+    from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
     config = system.config
     arguments, scheduler = weights.arguments(config), _scheduler(system)
@@ -67,56 +91,56 @@ def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
         unet = UNet2DModel(**arguments)
     unet.load_state_dict(weights.to_diffusers(state, config), assign=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if _is_pipeline(system):
+    if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)
-    else:
-        unet.save_pretrained(folder / "unet")
-        scheduler.save_pretrained(folder / "scheduler")
+        return
+    save_pipeline(ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data), folder)
+    if config.class_cond and (names := classes()):
+        add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 @torch.no_grad()
 def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Relative errors of predictions at timesteps over the whole chain, and of a DDIM chain from the same noise."""
-    from diffusers import DDIMScheduler, UNet2DModel
+    """The relative error of predictions at timesteps over the whole chain."""
+    from diffusers import UNet2DModel
 
     config, key = system.config, example["key"][:_COUNT]
     exported = UNet2DModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False).to(key.device).eval()
     x, conditions = rng.normal(key, "start", system.shape), {}
+    seen = x
     if config.class_cond:
         conditions["label"] = rng.integers(key, "label", config.num_classes)
     if system.starts_from_data:
-        small = (config.in_channels, config.small_size, config.small_size)
-        conditions["low_res"] = rng.normal(key, "low_res", small)
-    network, predict = system.network(nets, conditions), _conditioned(system, exported, conditions)
+        conditions["low_res"] = rng.normal(key, "low_res", _small(system)[1:])
+        stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
+        seen = torch.cat((x, stretched), dim=1)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
-    prediction = relative_error(predict(x, t), network(x, system.diffusion.times(t)))
-
-    x, conditions = x[:_IN_CHAIN], {name: value[:_IN_CHAIN] for name, value in conditions.items()}
-    network, predict = system.network(nets, conditions), _conditioned(system, exported, conditions)
-    scheduler = DDIMScheduler.from_pretrained(folder / "scheduler", timestep_spacing="leading")
-    steps = even_steps(config.diffusion_steps)
-    scheduler.set_timesteps(steps)
-    x_t = x
-    for t in scheduler.timesteps:
-        out = predict(x_t, t.to(x.device).expand(len(x)))[:, :config.in_channels]
-        x_t = scheduler.step(out, t, x_t, use_clipped_model_output=True).prev_sample
-    expected = samplers.ddim(system.diffusion.respaced(f"ddim{steps}"), network, x, clip_denoised=True)
-    return {"prediction": prediction, "chain": relative_error(x_t, expected)}
+    truth = system.network(nets, conditions)(x, system.diffusion.times(t))
+    return {"prediction": relative_error(exported(seen, t, class_labels=conditions.get("label")).sample, truth)}
 
 
-def _conditioned(system: IDDPMSystem, unet: nn.Module,
-                 conditions: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a user of the UNet2DModel writes by hand: its output at a scheduler's timesteps (B,)."""
-    def output(x: Tensor, t: Tensor) -> Tensor:
-        if system.starts_from_data:
-            stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
-            x = torch.cat((x, stretched), dim=1)
-        return unet(x, t, class_labels=conditions.get("label")).sample
-    return output
+@torch.no_grad()
+def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """What the code of `about` draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
+    generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
+    labels, steps = _labels(system), even_steps(system.config.diffusion_steps)
+    if system.starts_from_data:
+        conditions["low_res"] = (torch.rand(_small(system), generator=generator) * 2 - 1).to(device)
+    if system.config.class_cond:
+        conditions["label"] = torch.tensor(labels, device=device)
+    normal = lambda *_: torch.randn(len(labels), *system.shape, generator=generator).to(device)
+    network = system.network(nets, conditions)
+    return to_uint8(samplers.ancestral(system.diffusion.respaced(str(steps)), network, normal(), normal,
+                                       clip_denoised=True))
 
 
-def _is_pipeline(system: IDDPMSystem) -> bool:
-    return not system.config.class_cond and not system.starts_from_data
+def _labels(system: IDDPMSystem) -> list[int]:
+    return [number % (system.config.num_classes if system.config.class_cond else 1) for number in range(_DRAWN)]
+
+
+def _small(system: IDDPMSystem) -> tuple[int, ...]:
+    """The shape of the card's small pictures."""
+    return _DRAWN, system.config.in_channels, system.config.small_size, system.config.small_size
 
 
 def _scheduler(system: IDDPMSystem) -> Any:

@@ -286,6 +286,9 @@ class PriorSystem(System):
         weights.require_same(diffusers_config, self.config)
         return state, []
 
+    def require_expressible(self) -> None:
+        weights.require_expressible(self.config)
+
     def decays(self, name: str, weight: Tensor) -> bool:
         """Matrices alone: positions, query and null texts are single vectors."""
         return weight.ndim >= 2 and name.endswith("weight")

@@ -1,13 +1,13 @@
-"""A trained prior as a folder for diffusers: PriorTransformer, scheduler and null text. See dstrain/export.py.
+"""A trained prior as a folder for diffusers: a pipeline that draws, and the null text. See dstrain/export.py.
 
     prior/                    PriorTransformer.from_pretrained(OUT / "prior"); its post_process_latents turns the end of
                               a chain into embeddings by clip_mean and clip_std
     scheduler/                UnCLIPScheduler for cosine and x_start or eps, else DDPMScheduler
     prior/null_text.safetensors
                               null_text_embed, null_text_encodings: the inputs of the unconditional half of guidance,
-                              with a text mask that is True everywhere (a pipeline would take the encodings of "")
+                              with a text mask that is True everywhere (UnCLIPPipeline would take the encodings of "")
+    pipeline.py               PriorPipeline, beside this file: unit length of texts, candidates, clamps and guidance
 
-With normalize_embeds the user must give text_embed at unit length: neither network nor pipeline normalizes it.
 init_from takes the folder or its prior/, with the null text.
 
 Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
@@ -18,37 +18,63 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.diffusion.published import PREDICTIONS
+from dstrain.diffusion import samplers
+from dstrain.diffusion.published import PREDICTIONS, save_pipeline
 from dstrain.nn.measures import relative_error
-from dstrain.recipe import ConfigError
+from dstrain.ranks import group
 from dstrain.systems.base import Example
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
 from dstrain.systems.prior.system import PriorSystem
 
-_NOTE = "give text_embed at unit length, as model.normalize_embeds does here: diffusers does not normalize it"
-_CODE = """\
+_LOAD = """\
 import torch
-from diffusers import PriorTransformer
-prior = PriorTransformer.from_pretrained("OUT/prior")
-{mask}with torch.no_grad():    # t is a timestep of scheduler/
-    {output} = prior(x_t, t, text_embed, {encodings}, text_mask).predicted_image_embedding"""
-_EMPTY = """\
-text_mask = torch.ones(len(x_t), 0, dtype=torch.bool, device=x_t.device)    # without a mask attention is not causal
+from diffusers import DiffusionPipeline
+{null}
+pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    # runs pipeline.py of this folder
+noise = torch.Generator().manual_seed(0)
+text_embed = torch.randn(2, {width}, generator=noise)    # in place of the embeddings of your texts, (B, {width})
 """
-TOLERATED = {"with text": 3e-4, "without text": 3e-4}    # relative; diffusers' sinusoids are of float32's exp
+_NULL_TEXT = """\
+from safetensors.torch import load_file
+
+null = load_file("OUT/prior/null_text.safetensors")
+"""
+_TOKENS = """\
+text_encodings = torch.randn(2, {tokens}, {width}, generator=noise)    # and of the states of their tokens
+text_mask = torch.arange({tokens}) < torch.tensor([[{tokens}], [1]])    # True: a token, False: padding
+"""
+_DRAW = """\
+image_embeds = pipeline({texts}num_inference_steps={steps}, generator=noise)    # (B, {width})
+"""
+# Relative; diffusers' sinusoids are of float32's exp, and its schedulers' tables are float32.
+TOLERATED = {"with text": 3e-4, "without text": 3e-4, "code": 5e-3}
+_SCALE, _STEPS = 2.0, 64                                 # of the card's embeddings
+_OPTIONS = ("normalize_embeds", "num_candidates", "init_image_embed_l2norm", "sampling_clamp_l2norm",
+            "sampling_final_clamp_l2norm")               # of PriorPipeline
 _NULL = Path("prior") / "null_text.safetensors"
 
 
 def about(system: PriorSystem) -> tuple[str, str, str]:
-    with_tokens = system.config.max_text_len > 0
-    code = _CODE.format(mask="" if with_tokens else _EMPTY, output=system.config.prediction,
-                        encodings="text_encodings" if with_tokens else None)
-    return "PriorTransformer", _NOTE if system.config.normalize_embeds else "", code
+    """The class in diffusers, notes for its user, and Python code that draws from OUT. It is what `drawn` draws."""
+    config, texts = system.config, ["text_embed"]
+    width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
+    code = _LOAD.format(null=_NULL_TEXT if has_null else "", width=config.text_embed_dim or width)
+    if config.max_text_len:
+        code += _TOKENS.format(tokens=config.max_text_len, width=width)
+        texts += ["text_encodings", "text_mask"]
+    texts += ["**null", f"guidance_scale={_SCALE}"] * has_null
+    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_steps(system), width=width)
+    return "PriorTransformer", "" if has_null else "trained without dropped texts: draw with guidance_scale=1", code
+
+
+def _steps(system: PriorSystem) -> int:
+    return min(_STEPS, system.config.timesteps)
 
 
 def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
@@ -59,16 +85,18 @@ def save(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path,
     """
     from diffusers import PriorTransformer
 
+    from dstrain.systems.prior.pipeline import PriorPipeline
+
     config = system.config
-    _require_expressible(config)
+    system.require_expressible()
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
     network = PriorTransformer(**_arguments(config))
     network.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
-    network.save_pretrained(folder / "prior")
-    _scheduler(system).save_pretrained(folder / "scheduler")
+    options = {name: getattr(config, name) for name in _OPTIONS}
+    save_pipeline(PriorPipeline(network, _scheduler(system), **options), folder)
     if null:
         save_file(null, folder / _NULL)
 
@@ -94,14 +122,25 @@ def errors(system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, exa
     return results
 
 
-def _require_expressible(config: Config) -> None:
-    if config.self_cond:
-        raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
-                          "models without self_cond are exported there; take --format safetensors")
-    if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
-        raise ConfigError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
-                          f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
-                          "--format safetensors")
+@torch.no_grad()
+def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """What the code of `about` draws, by the trained network and our ancestral sampler: float32 (B, D)."""
+    config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(device)
+    texts = {"text_embed": normal(2, config.text_embed_dim or config.image_embed_dim)}
+    if tokens := config.max_text_len:
+        texts["text_encodings"] = normal(2, tokens, config.image_embed_dim)
+        texts["text_mask"] = torch.arange(tokens, device=device) < torch.tensor([[tokens], [1]], device=device)
+    conditions, count = system._texts(texts), config.num_candidates
+    repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
+    network = system._chained(nets, repeated, _SCALE if config.text_cond_drop_prob else 1.0)
+    noise = lambda *_: normal(2 * count, *system.shape)
+    x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
+    x = samplers.ancestral(system.diffusion.respaced(str(_steps(system))), network, x, noise)
+    x = system._rescaled(x) if config.sampling_final_clamp_l2norm else x
+    candidates = system._embedding(x).view(count, 2, -1)
+    nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
+    return candidates[nearest, torch.arange(2, device=device)]
 
 
 def _arguments(config: Config) -> dict[str, Any]:
@@ -123,4 +162,4 @@ def _scheduler(system: PriorSystem) -> Any:
     if config.beta_schedule in ("cosine", "squaredcos_cap_v2") and config.prediction != "v":
         return UnCLIPScheduler(**common, variance_type="fixed_small_log")
     betas = system.diffusion.tables["betas"].float().tolist()
-    return DDPMScheduler(**common, trained_betas=betas, variance_type="fixed_small")
+    return DDPMScheduler(**common, trained_betas=betas, variance_type="fixed_small", timestep_spacing="linspace")

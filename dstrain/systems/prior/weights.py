@@ -88,3 +88,14 @@ def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     expected = {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head}
     fields = {"num_attention_heads": "heads", "attention_head_dim": "dim_head"}
     fitting.require_config(loaded, ("PriorTransformer",), "prior", expected, fields)
+
+
+def require_expressible(config: Config) -> None:
+    """ConfigError: a field that diffusers' PriorTransformer cannot express."""
+    if config.self_cond:
+        raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
+                          "models without self_cond are exported there; take --format safetensors")
+    if config.max_text_len and config.text_encodings_dim not in (None, config.image_embed_dim):
+        raise ConfigError(f"text_encodings_dim: diffusers' PriorTransformer takes text encodings as wide as image "
+                          f"embeddings, {config.image_embed_dim}, and these are {config.text_encodings_dim}; take "
+                          "--format safetensors")

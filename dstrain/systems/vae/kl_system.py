@@ -111,6 +111,9 @@ class KLSystem(AutoencoderSystem):
         """As of the AutoencoderKL that has these weights, so that an exported one is the same first stage."""
         return identity(nets["autoencoder"])
 
+    def require_expressible(self) -> None:
+        """AutoencoderKL takes every choice of model.kl."""
+
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return kl.blocks()
 

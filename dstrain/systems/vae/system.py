@@ -14,6 +14,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.nn.fitting import Fitted, Remedies
 from dstrain.nn.pixels import require_shape, to_uint8
+from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
@@ -57,6 +58,9 @@ class AutoencoderSystem(System):
         """Names stay as they are."""
         weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
+
+    def require_expressible(self) -> None:
+        raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
     def synthetic(self, batch_size: int) -> Batch:
         """Pixels with keys, of step 0."""

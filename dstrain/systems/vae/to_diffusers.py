@@ -3,13 +3,15 @@
 What every system's to_diffusers.py offers to dstrain/export.py:
 
     about(system)                              the class in diffusers, notes for its user ("": none), and Python code
-                                               that loads it from "OUT"
+                                               that draws from "OUT", into `images` or `image_embeds`
     save(system, nets, folder, statistics, classes)
                                                writes what diffusers loads; ConfigError: what diffusers cannot express
     errors(system, nets, folder, example)      the largest relative errors, by name, of what diffusers reads from the
                                                folder against the trained networks
-    TOLERATED                                  the largest errors, by name, with which the folder is kept; optional,
-                                               export.py has a default
+    drawn(system, nets)                        what this code draws from the same noise, by the trained networks and
+                                               our samplers: uint8 pictures (B, C, H, W), or float32 (B, ...)
+    TOLERATED                                  the largest errors, by name, with which the folder is kept: that of the
+                                               code is "code"; for others export.py has a default
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import Autoencoder, fingerprint, posterior
 from dstrain.nn.measures import relative_error
+from dstrain.ranks import group
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
 
+TOLERATED = {"code": 1e-3}                       # relative; on a GPU the trained network's convolutions are others
 _CODE = """\
+import torch
 from diffusers import AutoencoderKL
+
 vae = AutoencoderKL.from_pretrained("OUT")
-latents = vae.encode(images).latent_dist.sample() * vae.config.scaling_factor      # images (B, C, H, W) in [-1, 1]"""
+noise = torch.Generator().manual_seed(0)
+images = torch.rand({shape}, generator=noise) * 2 - 1    # in place of yours, (B, C, H, W) in [-1, 1]
+with torch.no_grad():
+    latents = vae.encode(images).latent_dist.sample(noise) * vae.config.scaling_factor    # what a DiT learns from
+    images = vae.decode(latents / vae.config.scaling_factor).sample
+"""
 
 
 def about(system: AutoencoderSystem) -> tuple[str, str, str]:
-    return "AutoencoderKL", "", _CODE
+    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _shape(system))))
+
+
+def _shape(system: AutoencoderSystem) -> tuple[int, ...]:
+    config = system.config
+    return 2, config.channels, config.image_size, config.image_size
 
 
 def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
@@ -41,8 +57,7 @@ def save(system: AutoencoderSystem, nets: Mapping[str, nn.Module], folder: Path,
     """Writes config.json and weights. `statistics` gives scaling_factor, 1 / std of latents; `classes` are unused."""
     from diffusers import AutoencoderKL
 
-    if not isinstance(system, KLSystem):
-        raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
+    system.require_expressible()
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
     config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}
@@ -67,3 +82,14 @@ def errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, exampl
     decoded = read.vae.decode(codes["latent_mean"]).sample
     return {"mean": relative_error(mean, codes["latent_mean"]), "std": relative_error(std, codes["latent_std"]),
             "decoded": relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"]))}
+
+
+@torch.no_grad()
+def drawn(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+    """What the code of `about` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
+    generator, device = torch.Generator().manual_seed(0), group.device()
+    images = (torch.rand(_shape(system), generator=generator) * 2 - 1).to(device)
+    codes = system.codes(nets, {"x_start": images})
+    noise = torch.randn(codes["latent_mean"].shape, generator=generator).to(device)
+    latents = codes["latent_mean"] + codes["latent_std"] * noise
+    return nets["autoencoder"].decode(latents)

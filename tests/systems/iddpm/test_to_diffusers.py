@@ -1,11 +1,9 @@
 """An IDDPM as diffusers' UNet2DModel and DDPMPipeline, there and back; what they cannot express; what is none."""
 
-import json
 
 import pytest
 import torch
-import torch.nn.functional as F
-from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from diffusers.pipelines.ddpm import pipeline_ddpm
 from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
@@ -14,6 +12,7 @@ from dstrain import rng, systems
 from dstrain.runs.weights import fitted
 from dstrain.systems.base import Request
 from dstrain.systems.iddpm import to_diffusers, weights
+from tests.support import cards
 from tests.support.checkpoints import edited, lacking
 
 pytestmark = pytest.mark.usefixtures("exact_timesteps")
@@ -53,22 +52,19 @@ def probe(system):
     return {"key": system.synthetic(4)["key"]}
 
 
-def pixels(x):
-    return ((x + 1) * 127.5).clamp(0, 255)
-
-
 # --------------------------------------------------------------------------------------------------------------- there
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(tmp_path, case):
-    """Oracle: UNet2DModel as diffusers loads it, its output and a chain; then the weights themselves, bit for bit."""
+    """Oracle: UNet2DModel as diffusers loads it, its output, and what the card draws; the weights, bit for bit."""
     system, nets = made(CASES[case])
     to_diffusers.save(system, nets, tmp_path / "out")
     errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
-    assert errors.keys() == {"prediction", "chain"} and errors["prediction"] < 1e-5 and errors["chain"] < 1e-3
-    is_pipeline = not (system.config.class_cond or system.config.small_size)
-    assert (tmp_path / "out" / "model_index.json").exists() == is_pipeline
-    assert to_diffusers.about(system)[0] == ("DDPMPipeline" if is_pipeline else "UNet2DModel")
+    assert errors.keys() == {"prediction"} and errors["prediction"] < 1e-5
+    assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
+    is_stock = not (system.config.class_cond or system.config.small_size)
+    assert (tmp_path / "out" / "pipeline.py").exists() != is_stock
+    assert to_diffusers.about(system)[0] == ("DDPMPipeline" if is_stock else "UNet2DModel")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "unet"):
         (values, notes), = fitted(path, system).values()
@@ -100,27 +96,35 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     assert (torch.from_numpy(found).permute(0, 3, 1, 2) * 255 - ours).abs().max() <= 1 and ours.std() > 5
 
 
-def test_labels_and_a_small_picture(tmp_path):
-    """Oracle: the unet and the scheduler that the card's own lines load, called as the note says."""
-    system, nets = made(CASES["super-resolution"])
-    to_diffusers.save(system, nets, tmp_path / "out")
-    _, note, code = to_diffusers.about(system)
-    assert "class_labels=y" in note and "6 channels: x, and beside it the 4 x 4 picture stretched to 8 x 8" in note
-    loaded: dict = {}
-    exec(code.replace('"OUT', f'"{tmp_path / "out"}'), loaded)
-    assert isinstance(loaded["scheduler"], DDPMScheduler) and loaded["unet"].config.in_channels == 6
-    scheduler = DDIMScheduler.from_config(loaded["scheduler"].config, timestep_spacing="leading")
-    unet, seeds, y = loaded["unet"].eval(), torch.arange(3), torch.tensor([4, 0, 2])
-    small = torch.rand(3, 3, 4, 4) * 2 - 1
-    stretched = F.interpolate(small, (8, 8), mode="bilinear", align_corners=False)
-    x = rng.normal(rng.keys_of_seeds(seeds), "start", (3, 8, 8))
-    scheduler.set_timesteps(20)
-    with torch.no_grad():
-        for t in scheduler.timesteps:
-            out = unet(torch.cat((x, stretched), dim=1), t, class_labels=y).sample[:, :3]
-            x = scheduler.step(out, t, x, use_clipped_model_output=True).prev_sample
-    ours = system.sample(nets, Request(seeds, {"label": y, "low_res": small}, 20, "ddim")).float()
-    assert (pixels(x) - ours).abs().max() <= 1
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
+@pytest.mark.parametrize("case", ["super-resolution", "classes, grey"])
+def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
+    """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
+    system, nets = made(CASES[case])
+    to_diffusers.save(system, nets, tmp_path / "out", classes=lambda: ["a", "b", "c"])
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", custom_pipeline=str(tmp_path / "out"),
+                                                 trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    assert isinstance(pipeline.scheduler, DDPMScheduler) and pipeline.config.id2label["2"] == "c"
+    if sampler == "ddim":
+        pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading")
+    seeds, labels, drawn = torch.arange(3), [4, 0, 2], []
+    keys = rng.keys_of_seeds(seeds)
+
+    def noise(shape, **_):
+        drawn.append(rng.normal(keys, f"noise/{len(drawn)}", tuple(shape[1:])))
+        return drawn[-1]
+
+    monkeypatch.setattr(scheduling_ddpm, "randn_tensor", noise)
+    small = {"low_res": torch.rand(3, 3, 4, 4) * 2 - 1} if "small_size" in CASES[case] else {}
+    start = rng.normal(keys, "start", system.shape)
+    images = pipeline(labels, **small, num_inference_steps=20, latents=start, output_type="pt").images
+    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)} | small, 20, sampler)).float()
+    assert (images * 255 - ours).abs().max() <= 1 and ours.std() > 5
+    if small:
+        small["low_res"] = small["low_res"].flip(0)
+        others = pipeline(labels, **small, num_inference_steps=20, latents=start, output_type="pt").images
+        assert (others - images).abs().max() > 0.1
 
 
 def test_other_weights_are_found(tmp_path):

@@ -1,0 +1,73 @@
+"""Draws from a class-conditional diffusion transformer. It comes with an export of dstrain; diffusers is all it needs.
+
+    pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
+    pipeline([3, 5], guidance_scale=4, generator=torch.Generator().manual_seed(0)).images
+
+Over a diffusion the scheduler is DDIMScheduler. DDPMScheduler.from_config(pipeline.scheduler.config,
+variance_type="learned_range", timestep_spacing="linspace") draws with the learned variances, where there are some.
+Over a flow it is FlowMatchEulerDiscreteScheduler.
+"""
+
+import inspect
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+
+class ClassPipeline(DiffusionPipeline):
+    """transformer: its label number num_embeds_ada_norm is "no label". vae: decodes; None where pixels are drawn.
+
+    id2label: names of the labels. guidance_channels: leading channels that are guided; None: all that are drawn.
+    """
+
+    _optional_components = ["vae"]
+    model_cpu_offload_seq = "transformer->vae"
+
+    def __init__(self, transformer, scheduler, vae=None, id2label=None, guidance_channels=None):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+        self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
+
+    @torch.no_grad()
+    def __call__(self, class_labels, guidance_scale=1.0, num_inference_steps=50, generator=None, latents=None,
+                 output_type="pil"):
+        """A picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
+
+        output_type: pil, np, pt, or latent: what the chain ends with, undecoded.
+        """
+        config, device, scheduler = self.transformer.config, self._execution_device, self.scheduler
+        y = torch.as_tensor(class_labels, device=device).reshape(-1)                                  # (B,)
+        shape = (len(y), config.in_channels, config.sample_size, config.sample_size)
+        x = randn_tensor(shape, generator, device, self.transformer.dtype) if latents is None else latents.to(device)
+        if "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
+            scheduler.set_timesteps(sigmas=[1 - step / num_inference_steps for step in range(num_inference_steps)])
+        else:
+            scheduler.set_timesteps(num_inference_steps)
+        # dstrain's chain follows the clipped x_start, its noise included.
+        options = {"use_clipped_model_output": True, "generator": generator}
+        options = {name: value for name, value in options.items()
+                   if name in inspect.signature(scheduler.step).parameters}
+        learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
+                   and scheduler.config.variance_type.startswith("learned"))
+        for t in self.progress_bar(scheduler.timesteps):
+            out = self._guided(x, t.to(device), y, guidance_scale)
+            x = scheduler.step(out if learned else out[:, :shape[1]], t, x, **options).prev_sample
+        if self.vae is not None and output_type != "latent":
+            x = self.vae.decode(x / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)).sample
+        images = VaeImageProcessor().postprocess(x, output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images)
+
+    def _guided(self, x, t, y, scale):
+        """The prediction and, behind its channels, the variances of the half with labels."""
+        if scale == 1:
+            return self.transformer(x, t.expand(len(x)), y).sample
+        null = torch.full_like(y, self.transformer.config.num_embeds_ada_norm)
+        out = self.transformer(torch.cat((x, x)), t.expand(2 * len(x)), torch.cat((y, null))).sample
+        with_label, without = out.chunk(2)
+        count = self.config.guidance_channels or x.shape[1]
+        guided = without[:, :count] + scale * (with_label[:, :count] - without[:, :count])
+        return torch.cat((guided, with_label[:, count:]), dim=1)
