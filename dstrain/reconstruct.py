@@ -23,12 +23,15 @@ from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import trained
 
 
+USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
+
+
 @dataclass(frozen=True)
 class ReconstructOptions:
     """Which averages to make."""
 
     folder: Path                               # of the run
-    widths: tuple[float, ...]
+    widths: tuple[float, ...] | None = None    # None: of the USUAL ones those that the snapshots make
     step: int | None = None                    # of a snapshot; None: the newest
 
 
@@ -42,21 +45,23 @@ class Made:
 
 
 def reconstruct(options: ReconstructOptions) -> list[Made]:
-    """Writes the averages, each whole or not at all. ConfigError: there are no such snapshots, or they make none."""
-    if group.place().world > 1:
-        raise ConfigError("a reconstruction takes one process: python launch/reconstruct.py ...")
+    """Writes the averages, each whole or not at all, on all ranks together, which share the elements.
+
+    ConfigError: there are no such snapshots, or they make no average of some width.
+    """
     snapshots = usable(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": identity(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
-    misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in options.widths}
+    widths = options.widths or [width for width in USUAL if all(part.makes(width) for part in parts)]
+    misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with write_errors(f"folder={options.folder}", "make room there"):
-        stores = {width: Store(folder / repr(width), sys.maxsize, check=contents.check) for width in options.widths}
+        stores = {width: Store(folder / repr(width), sys.maxsize, check=contents.check) for width in widths}
         missing = [width for width, store in stores.items() if not _made(store, step, origin)]
         if missing:
             _write(snapshots[-1], parts, {width: stores[width] for width in missing},
                    {width: {**origin, "misfit": misfits[width]} for width in missing})
-    return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in options.widths]
+    return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
 def usable(folder: Path, step: int | None) -> list[Snapshot]:
@@ -65,7 +70,7 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
     ConfigError: there is none, or none of that step.
     """
     run, store = trained.read(folder), Store(folder / averages.FOLDER, check=contents.check)
-    steps = store.steps()
+    steps = group.from_first(store.steps())
     if not steps:
         raise ConfigError(f"{folder} holds no snapshots of averages" + (
             f": the first is written at step {run.ema.snapshots}" if run.ema.snapshots else
@@ -81,7 +86,9 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
             if number == step:
                 raise ConfigError(f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another "
                                   "--step")
-            print(f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}", file=sys.stderr)
+            if group.rank() == 0:
+                print(f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}",
+                      file=sys.stderr)
         else:
             whole.append(_path(store, number))
     return together(whole)
@@ -89,11 +96,14 @@ def usable(folder: Path, step: int | None) -> list[Snapshot]:
 
 def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Whether this average was made of the same snapshots before; what was made of others goes."""
-    if step not in store.steps():
+    if step not in group.from_first(store.steps()):
         return False
     if store.fault(step) is None and origin.items() <= manifest(_path(store, step))["extra"].items():
         return True
-    shutil.rmtree(_path(store, step))
+    group.barrier()                                               # all have read it
+    if group.rank() == 0:
+        shutil.rmtree(_path(store, step))
+    group.barrier()
     return False
 
 
@@ -101,18 +111,23 @@ def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store]
     need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
     folders = {}
     for width, store in stores.items():
-        folders[width] = store.begin(last.step, need * len(stores))
+        folders[width] = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
         if folders[width] is None:
             raise ConfigError(f"--ema {width}: {store.error}")
     hashed: dict[float, Any] = {width: {} for width in stores}
-    for part in parts:
-        name = shard_name(part.part, 0, 1)
-        entries = part.write([folder / name for folder in folders.values()], list(folders))
-        for width, entry in zip(folders, entries):
-            hashed[width][name] = entry
+    failed, share = None, (group.rank(), group.world())
+    try:
+        for part in parts:
+            name = shard_name(part.part, *share)
+            entries = part.write([folder / name for folder in folders.values()], list(folders), *share)
+            for width, entry in zip(folders, entries):
+                hashed[width][name] = entry
+        for folder in folders.values() if group.rank() == 0 else ():
+            shutil.copyfile(last.path / COMMON, folder / COMMON)
+    except (OSError, ConfigError) as error:                       # the other ranks wait in commit
+        failed = str(error)
     for width, store in stores.items():
-        shutil.copyfile(last.path / COMMON, folders[width] / COMMON)
-        if not store.commit(last.step, extras[width], hashed=hashed[width]):
+        if not store.commit(last.step, extras[width], failed, hashed[width]):
             raise ConfigError(f"--ema {width}: {store.error}")
 
 

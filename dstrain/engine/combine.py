@@ -79,6 +79,10 @@ class Combined:
                 f"from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others")
         return solution
 
+    def makes(self, width: float) -> bool:
+        """Whether `solve` would not raise."""
+        return not self._time or self._solution(width).misfit <= MISFIT
+
     def _solution(self, width: float) -> Solution:
         return solve([average for _, average in self._sources], Average(self._time, width))
 
@@ -96,19 +100,18 @@ class Combined:
         """Of a shard that holds one average."""
         return sum(4 * math.prod(shape) for _, shape in self.tensors())
 
-    def values(self, solutions: Sequence[Solution]) -> Iterator[tuple[str, np.ndarray]]:
-        """Chunks (W, n) float32 of each tensor in turn, W for as many solutions, in the order of `tensors`."""
+    def values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
+        """Chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many solutions."""
         coefficients = np.array([solution.coefficients for solution in solutions])                # (W, sources)
         with Files() as files:
-            for name, shape in self.tensors():
-                numel = math.prod(shape)
-                for start in range(0, numel, _CHUNK):
-                    end = min(start + _CHUNK, numel)
+            for name, share in shares.items():
+                for start in share[::_CHUNK]:
+                    end = min(start + _CHUNK, share.stop)
                     total = np.zeros((len(solutions), end - start))
                     for (snapshot, average), weights in zip(self._sources, coefficients.T):
                         values = self._read(files, snapshot, f"ema.{average.width!r}", name, start, end)
                         total += np.multiply.outer(weights, values.astype(np.float64))
-                    yield name, total.astype(np.float32)
+                    yield total.astype(np.float32)
 
     def _read(self, files: Files, snapshot: Snapshot, kind: str, name: str, start: int, end: int) -> np.ndarray:
         fragments = self._fragments[snapshot.path]
@@ -118,9 +121,16 @@ class Combined:
             done += span.nbytes
         return floats(raw, fragments.dtype)
 
-    def write(self, paths: Sequence[Path], widths: Sequence[float]) -> list[dict[str, Any]]:
-        """Shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each. ConfigError: as `solve`."""
-        solutions, tensors = [self.solve(width) for width in widths], self.tensors()
+    def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int = 0,
+              world: int = 1) -> list[dict[str, Any]]:
+        """A rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
+
+        Each rank has a share of every tensor. ConfigError: as `solve`.
+        """
+        solutions, shapes = [self.solve(width) for width in widths], dict(self.tensors())
+        shares = {name: range(numel * rank // world, numel * (rank + 1) // world)
+                  for name, shape in shapes.items() if (numel := math.prod(shape)) >= world}
+        shares |= {name: range(math.prod(shape)) for name, shape in shapes.items() if name not in shares and not rank}
         digests = [Digest() for _ in widths]
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb")) for path in paths]
@@ -130,12 +140,12 @@ class Combined:
                 digests[number].update(memoryview(data))
 
             for number, width in enumerate(widths):
-                keys = {f"ema.{width!r}/{name}": shape for name, shape in tensors}
-                index = {key: [list(shape), 0, math.prod(shape)] for key, shape in keys.items()}
-                flat = ((key, "F32", [math.prod(shape)]) for key, shape in keys.items())
+                keys = {f"ema.{width!r}/{name}": (shapes[name], share) for name, share in shares.items()}
+                index = {key: [list(shape), share.start, len(share)] for key, (shape, share) in keys.items()}
+                flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
                 metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
                 put(number, render_header(paths[number], flat, metadata))
-            for _, chunk in self.values(solutions):
+            for chunk in self.values(solutions, shares):
                 for number, row in enumerate(chunk):
                     put(number, row.tobytes())
             for file in files:

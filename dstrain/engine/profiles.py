@@ -8,8 +8,8 @@
 An average of another width, or at another time, is the combination of those at hand whose profile is nearest to its
 own in L2. All inner products are closed forms; everything is float64.
 
-Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv:2312.02696,
-section 3 and appendix C.
+Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), section 3 and
+appendix C, arXiv:2312.02696.
 """
 
 from collections.abc import Sequence
