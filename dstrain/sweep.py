@@ -28,8 +28,8 @@ def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = No
           batch: int = 32) -> tuple[Path, dict[str, Any]]:
     """Scores the averages of these widths at `step`, on all ranks together: the JSON file written, and what it holds.
 
-    num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise at
-    every width. ConfigError: the run holds no samples out.
+    num: held-out samples, evenly spaced; None: all. batch: samples of one rank at a time. Samples meet the same noise
+    at every width. ConfigError: the run holds no samples out.
     """
     run = trained.read(folder)
     source = open_sources(run.data)[1]
