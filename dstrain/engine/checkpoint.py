@@ -208,7 +208,7 @@ class Checkpoints:
             tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(self._engines[part].module)}
             masters = self._engines.masters[part]
             counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
-                              "scaler": masters.scaler_state, "averages": self._ema.counters(part)}
+                              "scaler": masters.scaler_state, **self._ema.counters(part)}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:

@@ -65,11 +65,12 @@ class EmaShadow:
                 for average, master in zip(shadow, self._masters[part].flats):
                     average.lerp_(master.detach(), weight)
 
-    def counters(self, part: str) -> dict[str, Any] | None:
-        """What a checkpoint keeps of a part's averages by width, beside their values; None: there are none."""
+    def counters(self, part: str) -> dict[str, Any]:
+        """What a checkpoint keeps of a part's averages by width, beside their values: {"averages": ...}, or {}."""
         if part not in self._updates:
-            return None
-        return {"widths": list(self._powers), "began": self.began, "updates": int(self._updates[part])}
+            return {}
+        updates = int(self._updates[part])
+        return {"averages": {"widths": list(self._powers), "began": self.began, "updates": updates}}
 
     @torch.no_grad()
     def take_up(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:

@@ -84,8 +84,8 @@ def test_profiles():
             for number, flat in enumerate(shadow.flats[part][width]):
                 sums = [sum(share * flats[number][i] for share, flats in zip(shares, seen)) for i in range(len(flat))]
                 assert flat.tolist() == pytest.approx(sums, rel=1e-5)
-        assert shadow.counters(part) == {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}
-    assert EmaShadow(masters, Ema(), ("one",)).counters("one") is None
+        assert shadow.counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
+    assert EmaShadow(masters, Ema(), ("one",)).counters("one") == {}
 
 
 def test_reset_and_what_is_shown():
