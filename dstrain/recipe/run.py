@@ -156,11 +156,11 @@ class Ema(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Ema":
-        twice = [(key, sorted({value for value in values if values.count(value) > 1}))
-                 for key, values in (("decays", self.decays), ("profiles", self.profiles))]
+        repeated = {name: sorted({value for value in values if values.count(value) > 1})
+                    for name, values in (("decay", self.decays), ("profile", self.profiles))}
         _refuse(
-            *((values, f"ema.{key}={list(getattr(self, key))} holds {values} twice: name each once")
-              for key, values in twice),
+            *((values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
+              for name, values in repeated.items()),
             (self.profiles and min(self.decays, default=1) <= WIDEST, f"ema.decays={list(self.decays)}: with "
              f"ema.profiles, --ema takes a number up to {WIDEST} for a width: leave so short a decay out"),
             (self.snapshots and not self.profiles, f"ema.snapshots={self.snapshots} keeps averages of ema.profiles, "
