@@ -26,6 +26,7 @@ from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.sweep import report, sweep
 from tests.engine.test_profiles import published_solution
+from tests.runs.test_weights import here
 from tests.support.launch import ROOT, environment
 from tests.test_export import DISCRIMINATOR, begun
 
@@ -64,10 +65,7 @@ def made(tmp_path_factory):
     """A run with the averages of 0.05 and 0.15 made, and what that of 0.15 is to be."""
     folder, nets = begun(tmp_path_factory.mktemp("made"), "tiny", *AVERAGES)
     truth = snapshots(folder, nets)
-    done = subprocess.run([sys.executable, "launch/reconstruct.py", folder, "--ema", "0.05,0.15,0.150"], cwd=ROOT,
-                          env=environment(), text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["--ema 0.05", "--ema 0.15"]
+    reconstruct(ReconstructOptions(folder, (0.05, 0.15)))
     return folder, truth
 
 
@@ -157,10 +155,13 @@ WRONG = {
 }
 
 
-def test_refusals(made, tmp_path, monkeypatch, capsys):
-    """Oracle: the fault put in: exit code 2, one message that names it, no traceback, and nothing is written."""
-    from tests.runs.test_weights import here
+def test_the_script(made, tmp_path, monkeypatch, capsys):
+    """Oracle: the fault put in: exit code 2, one message that names it, no traceback, and nothing is written; without
+    one, a line for each width.
+    """
     plain, _ = begun(tmp_path, "tiny")
+    code, out, _ = here("reconstruct.py", [made[0], "--ema", "0.05,0.15,0.150"], monkeypatch, capsys)
+    assert code == 0 and [line.partition(":")[0] for line in out.splitlines()] == ["--ema 0.05", "--ema 0.15"]
     names, before = {"run": made[0], "plain": plain}, sorted((made[0] / "reconstructed").rglob("*"))
     for words, expected in WRONG.values():
         code, out, err = here("reconstruct.py", (word.format(**names) for word in words), monkeypatch, capsys)
