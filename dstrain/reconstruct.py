@@ -22,7 +22,6 @@ from dstrain.ranks import group
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import trained
 
-
 USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 
 
@@ -31,7 +30,7 @@ class ReconstructOptions:
     """Which averages to make."""
 
     folder: Path                               # of the run
-    widths: tuple[float, ...] | None = None    # None: of the USUAL ones those that the snapshots make
+    widths: tuple[float, ...] | None = None    # None: those that were tracked, and USUAL ones that these make
     step: int | None = None                    # of a snapshot; None: the newest
 
 
@@ -52,7 +51,8 @@ def reconstruct(options: ReconstructOptions) -> list[Made]:
     snapshots = usable(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": identity(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
-    widths = options.widths or [width for width in USUAL if all(part.makes(width) for part in parts)]
+    usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].averages(part.part)["widths"])})
+    widths = options.widths or [width for width in usual if all(part.makes(width) for part in parts)]
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with write_errors(f"folder={options.folder}", "make room there"):

@@ -37,8 +37,14 @@ class Snapshot(NamedTuple):
 
 
 def together(paths: Sequence[Path]) -> list[Snapshot]:
-    """Of whole snapshots, ascending, those that began where the last one did: no others can be combined with it."""
+    """Of whole snapshots, ascending, those that began where the last one did: no others can be combined with it.
+
+    ConfigError: one is no snapshot of averages.
+    """
     snapshots = [Snapshot(path, manifest(path)["step"], contents.counters(path)) for path in paths]
+    for snapshot in snapshots:
+        if not all(counters.get("averages") for counters in snapshot.parts.values()):
+            raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
     began = {part: snapshots[-1].averages(part)["began"] for part in snapshots[-1].parts}
     return [snapshot for snapshot in snapshots if snapshot.parts.keys() == began.keys()
             and all(snapshot.averages(part)["began"] == began[part] for part in began)]
