@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dstrain
+from dstrain import systems
 from dstrain.consolidate import Order, consolidate
 from dstrain.engine import contents
 from dstrain.engine.checkpoint import read_weights
@@ -24,6 +25,7 @@ from dstrain.generate import GenerateOptions, generate
 from dstrain.reconstruct import USUAL, ReconstructOptions, reconstruct
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
+from dstrain.runs.weights import fitted
 from dstrain.sweep import report, sweep
 from tests.engine.test_profiles import published_solution
 from tests.runs.test_weights import here
@@ -97,7 +99,9 @@ def test_every_verb_takes_it(made, tmp_path):
 
 
 def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
-    """Oracle: the checkpoint: what it holds itself is taken from it, and of another step what was made there, said."""
+    """Oracle: the checkpoint: what it holds itself is taken from it, and of another step what was made there, said; a run
+    begins from what was made.
+    """
     folder, _ = made
     nets = {"denoiser": dstrain.load(folder, raw=True).networks["denoiser"]}
     other = dstrain.load(folder, ema=0.9)
@@ -113,6 +117,10 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
         dstrain.load(folder, ema=0.075, step=7)
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
         generate(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
+    system = systems.build("dit", other.recipe.model)
+    begins = fitted(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
+    assert all(torch.equal(begins[name], value) for name, value in
+               dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items())
     with pytest.raises(ConfigError, match="holds no average of denoiser of that decay; it holds ema:0.9, and raw"):
         consolidate(Order(folder, tmp_path / "x", "ema:0.2"))
 

@@ -19,6 +19,7 @@ from dstrain.engine.manifest import manifest
 from dstrain.engine.settings import resolve
 from dstrain.ranks import group
 from dstrain.recipe import Run, Save
+from dstrain.reconstruct import ReconstructOptions, reconstruct
 from tests.engine import check_engines
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, rows
@@ -109,6 +110,7 @@ def train(folder: Path) -> None:
         if group.rank() == 0:
             torch.save(truth, folder / name / "truth.pt")
         group.barrier()
+    reconstruct(ReconstructOptions(folder / "fp32-3", (0.075, 0.15)))
 
 
 def go_on(folder: Path) -> None:

@@ -57,6 +57,21 @@ def test_any_width(trained, case):
             assert (direct - weights).norm() > 5e-3 * weights.norm(), "the average is the weights"
 
 
+def test_ranks_share_the_work(trained):
+    """Oracle: one process on the same snapshots: what 2 ranks have made is the same to the bit, half of it by each."""
+    run = trained / "fp32-3"
+    for width in (0.075, 0.15):
+        path = run / "reconstructed" / repr(width) / f"step_{HALF:08d}"
+        for part in PARTS:
+            combined = Combined(usable(run, HALF), part)
+            shares = {name: range(math.prod(shape)) for name, shape in combined.tensors()}
+            whole = [torch.from_numpy(chunk[0]) for chunk in combined.values([combined.solve(width)], shares)]
+            state = read_weights(path, part, f"ema.{width!r}")
+            assert all(torch.equal(state[name].flatten(), values) for name, values in zip(shares, whole, strict=True))
+            sizes = [entry["size"] for name, entry in manifest(path)["files"].items() if name.startswith(f"{part}-")]
+            assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes)
+
+
 def test_bytes_of_a_snapshot(trained):
     """Oracle: arithmetic: 4 bytes for each weight and width on all ranks together, and headers; none of the moments."""
     path = trained / "fp32-3" / "averages" / f"step_{HALF:08d}"
