@@ -115,7 +115,7 @@ def look(order: Order) -> Plan:
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
-    checkpoint = _checkpoint(source, order.step)
+    checkpoint = _reconstructed(order) or _checkpoint(source, order.step)
     if checkpoint is None:
         folder = deepspeed_files.tag_folder(source, order.tag)
         if folder is None:
@@ -145,6 +145,17 @@ def _checkpoint(source: Path, step: int | None) -> Path | None:
     return steps[max(steps) if step is None else step]
 
 
+def _reconstructed(order: Order) -> Path | None:
+    """What launch/reconstruct.py has made of the run, where that is what is asked for and no checkpoint holds it."""
+    try:
+        width = float((order.weights or "").partition(":")[2])
+    except ValueError:
+        return None
+    steps = _steps(order.source / "checkpoints")
+    own = steps.get(max(steps, default=0) if order.step is None else order.step)
+    return fragment_files.reconstructed(order.source, width, order.step, own)
+
+
 def _steps(store: Path) -> dict[int, Path]:
     """Checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
     paths = sorted(store.iterdir()) if store.is_dir() else []
@@ -161,8 +172,8 @@ def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
-    recipe = next((folder / "run.yaml" for folder in (checkpoint.parent.parent, checkpoint.parent)
-                   if (folder / "run.yaml").exists()), None)
+    above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent     # the last: reconstructed
+    recipe = next((folder / "run.yaml" for folder in above if (folder / "run.yaml").exists()), None)
     plan = Plan({}, {}, _facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: fragment_files.Fragments(checkpoint, part, files) for part in parts}

@@ -70,7 +70,7 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     source = Spread(_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:                            # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
-    checkpoint = trained.checkpoint(options.folder, options.step)
+    checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     out = _folder(options)
     networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))

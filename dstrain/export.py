@@ -77,7 +77,7 @@ def export(options: ExportOptions) -> Exported:
         writer = importlib.import_module(f"{systems.package(run.system).__name__}.to_diffusers")
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
-    checkpoint = trained.checkpoint(options.run, options.step)
+    checkpoint = trained.checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
     kinds = trained.kinds(system, checkpoint, ema, options.raw, every=True)
     if writer is not None:                                        # diffusers' classes are of the first part alone

@@ -120,7 +120,7 @@ def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
 
 def _load(folder: Path, run: Run, system: System, dtype: torch.dtype, step: int | None = None,
           ema: float | None = None, raw: bool = False) -> ReadyRun:
-    checkpoint = trained.checkpoint(folder, step)
+    checkpoint = trained.checkpoint(folder, step, ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     return ReadyRun(folder, run, system, trained.networks(system, checkpoint, kinds, dtype))
 

@@ -70,9 +70,9 @@ def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, ste
          device: str | torch.device | None = None, dtype: torch.dtype = torch.float32) -> TrainedRun:
     """A run's folder, or what `launch/export.py --format safetensors` has made of one.
 
-    ema: decay of the average to take, None for the recipe's choice. raw: the training weights instead. step: of the
-    checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the weights.
-    ConfigError: it is no such folder, or holds no such weights.
+    ema: decay or width of the average to take, None for the recipe's choice. raw: the training weights instead. step:
+    of the checkpoint, None for the newest whole one. device: None for the GPU where there is one. dtype: of the
+    weights. ConfigError: it is no such folder, or holds no such weights.
     """
     if raw and ema is not None:
         raise ConfigError("ema= and raw= choose different weights: give one of the two")
@@ -87,7 +87,7 @@ def load(folder: str | Path, *, ema: float | None = None, raw: bool = False, ste
         states = {part: state for part, (state, _) in fitted(folder, system, system.averaged).items()}
         networks, kinds = trained.placed(system, states.items(), dtype, device), dict.fromkeys(states, "exported")
     else:
-        checkpoint = trained.checkpoint(folder, step)
+        checkpoint = trained.checkpoint(folder, step, ema)
         kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
         networks = trained.networks(system, checkpoint, kinds, dtype, device)
         step = int(checkpoint.name.removeprefix("step_"))

@@ -58,7 +58,7 @@ class Training:
 
     def close(self) -> None:
         """Lets a save in flight end, ends the workers, and puts back the handlers of signals."""
-        for part in (self.saver, self.throughput, self.batches, self.tracker):
+        for part in (self.saves, self.throughput, self.batches, self.tracker):
             part.close()
         self.stops.restore()
 
@@ -93,7 +93,7 @@ def loop(training: Training) -> int:
         training.ema.update(done, engines.applied())
         done += 1
         throughput.at(done)
-        training.saver.look()                                     # reports a save that has ended meanwhile
+        training.saves.look()                                     # reports a save that has ended meanwhile
         stop = ballot.outcome()                                   # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
@@ -104,7 +104,7 @@ def loop(training: Training) -> int:
         if due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
-        if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate)):
+        if last or any(due(steps, done) for steps in (every.save, every.sample, every.evaluate, run.ema.snapshots)):
             with throughput.paused():
                 record(training, done, stop)
     if stop:
@@ -122,9 +122,10 @@ def record(training: Training, done: int, stop: bool) -> None:
     loss = evaluate(training, done) if evaluates and run.save.best else None
     best = loss is not None and training.saver.improves(loss)
     routine = (due(every.save, done) or best) and training.course.state.good
+    training.watchdog.at(done, "save of step")
     if routine or last:
-        training.watchdog.at(done, "save of step")
         training.saves.save(done, last, loss, routine)            # training goes on while it is written
+    training.saves.averages.take(done, done == run.steps, last)
     if due(every.sample, done, last) and not stop:
         show(training, done)
     if evaluates and not run.save.best:
@@ -142,6 +143,7 @@ def catch_up(training: Training, done: int) -> None:
     """Draws and evaluates what was due at the step that a run goes on from, where it was killed before that."""
     every, last = training.run.every, done == training.run.steps
     drawn, evaluated = training.tracker.holds(done)
+    training.saves.averages.take(done, last, wait=True)
     if done and not drawn and due(every.sample, done, last):
         show(training, done)
     if done and not evaluated and training.held_out and due(every.evaluate, done, last):
@@ -149,10 +151,7 @@ def catch_up(training: Training, done: int) -> None:
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
-    """From trouble to the newest checkpoint from before it, past the batches that led there; returns its step.
-
-    FloatingPointError: there is none, or the run has gone back faults.max_rollbacks times.
-    """
+    """From trouble to the newest checkpoint from before it, past the batches since; its step. FloatingPointError."""
     training.watchdog.at(done, "way back from step")
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)

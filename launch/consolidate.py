@@ -6,7 +6,7 @@ usage:  python launch/consolidate.py RUN|CHECKPOINT --out DIR [options]
                           (ZeRO 1, 2, 3), of any program
   --out DIR               a new folder: model.safetensors, or model-0000i-of-0000N.safetensors and their index;
                           recipe.yaml and consolidated.json, which says what these weights are
-  --weights KIND          ema, ema:DECAY or raw (the run's first average; raw where there is none)
+  --weights KIND          ema, ema:DECAY, ema:WIDTH or raw (the run's first average; raw where there is none)
   --part NAME             one network of the run; all (unless given): every one, in a folder each if they are several
   --dtype NAME            float32 (unless given), bfloat16 or float16; buffers keep their own
   --shard-size SIZE       of a file at most: 5GB (unless given), 500MB, 2GiB

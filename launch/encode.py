@@ -23,7 +23,7 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --precision NAME      of the first stage: fp32, tf32 or bf16 (fp32)
   --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
-  --ema DECAY | --raw   of a run: an average of this decay, or the training weights (the run's first average)
+  --ema NUMBER | --raw  of a run: the average of this decay or width, or the training weights (its first one)
   --checkpoint STEP     of a run: the step to load (the newest whole one)
   --max-bad-fraction F  unreadable files that are replaced before it ends (0.01)
 

@@ -1,4 +1,4 @@
-"""Measures a trained run on held-out data: deepspeed launch/evaluate.py RUN [--ema DECAY] [--steps N] [...]"""
+"""Measures a trained run on held-out data: deepspeed launch/evaluate.py RUN [--ema NUMBER] [--steps N] [...]"""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
   --data PATH           all images (videos) of another folder instead, with class folders named as in training
   --num-samples N       as many samples, evenly spaced over the split (all)
   --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain)
-  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --batch N             images of one rank at a time; changes no figure (32)
   --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32)

@@ -16,7 +16,7 @@ usage:  python launch/export.py RUN --out DIR [options]
                         README.md, shows how; its code was run on the folder;
                         safetensors: of any run PART.safetensors and recipe.yaml.
                         init_from= takes either folder back
-  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --statistics DIR      an autoencoder's scaling_factor from what launch/encode.py has written there;
                         without, it is measured over the run's data

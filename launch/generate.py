@@ -21,7 +21,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --steps N             network evaluations for each picture (the run's samples.num_steps)
   --sampler NAME        ddpm or ddim; euler or heun for flow matching; confidence or critic for videos (the run's)
   --guidance-scale S    classifier-free guidance, 1 is none (the run's)
-  --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
+  --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --precision NAME      fp32, tf32 (products in TF32) or bf16 (weights and activations) (fp32)
   --batch N             pictures of one rank at a time (16)

@@ -35,7 +35,8 @@ RULES = {
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "notebook", "keep")
+VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "reconstruct", "sweep", "adopt", "plan",
+         "notebook", "keep")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 

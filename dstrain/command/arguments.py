@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dstrain.disk.small import read_text
-from dstrain.recipe import ConfigError
+from dstrain.recipe import WIDEST, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows what there is")
 
     def add_weights(self) -> None:
-        """--ema DECAY | --raw, and --checkpoint STEP: which weights of a run; words `ema`, `raw` and `step`."""
+        """--ema NUMBER | --raw, and --checkpoint STEP: which weights of a run; words `ema`, `raw` and `step`."""
         weights = self.add_mutually_exclusive_group()
         weights.add_argument("--ema", type=float)
         weights.add_argument("--raw", action="store_true")
@@ -80,6 +80,14 @@ def share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
     return value
+
+
+def widths(text: str) -> tuple[float, ...]:
+    """Relative widths of averages, as 0.05,0.10."""
+    values = tuple(dict.fromkeys(scale(word.strip()) for word in text.split(",")))
+    if not all(0.001 <= value <= WIDEST for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
+    return values
 
 
 def window(text: str) -> tuple[int, int, int]:

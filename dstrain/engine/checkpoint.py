@@ -1,6 +1,7 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
-    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, the optimizer's moments, ema.DECAY
+    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, the optimizer's moments, ema.DECAY or
+                                       ema.WIDTH
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
@@ -12,18 +13,16 @@ number of ranks is the ordinary case. Nothing else is pickled. No random states 
 function of the seed, the step and the sample (dstrain/rng.py).
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from dstrain.disk.modes import by_umask
-from dstrain.engine import contents
+from dstrain.engine import averages, contents
 from dstrain.engine.course import Course, State
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
@@ -62,6 +61,19 @@ class Checkpoints:
         self._ema = ema
         self._system = system
         self._trust_pickle = trust_pickle
+        self.averages = averages.Averages(
+            folder.with_name(averages.FOLDER), engines.masters, ema, save.asynchronous,
+            lambda: self._common(ema.flats), lambda line: self.saver.report(line))
+
+    def look(self) -> None:
+        """Reports what has been written since the last call; cheap enough for every step."""
+        self.saver.look()
+        self.averages.saver.look()
+
+    def close(self) -> None:
+        """Waits for what is being written, see Saver.close."""
+        self.saver.close()
+        self.averages.saver.close()
 
     def resume(self, step: int | None = None) -> int:
         """Loads the newest checkpoint that verifies, or that of `step`; returns its step, 0 if there is no checkpoint.
@@ -73,6 +85,7 @@ class Checkpoints:
             return self._resume_from(step)
         steps = group.from_first(self.store.steps())
         if not steps:
+            self.averages.set_aside(0)
             return 0
         newest = self.store.newest(self.saver.report)
         if newest is None:
@@ -106,6 +119,7 @@ class Checkpoints:
     def _take_up(self, step: int, path: Path) -> None:
         self.course.state = self._load_whole(path)
         self.saver.newest = step
+        self.averages.set_aside(step)
 
     def go_back(self, done: int, trouble: str) -> int:
         """From trouble after `done` steps to the newest good checkpoint from before it; returns its step.
@@ -126,6 +140,7 @@ class Checkpoints:
             step, path = newest
             course.go_back(done, step, self._load_whole(path).model_dump())
             self.store.set_aside(step)
+            self.averages.set_aside(step)
             self.saver.newest = step
             return step
         raise FloatingPointError(f"{trouble}. {reason}. {advice(self.store)}")
@@ -139,6 +154,7 @@ class Checkpoints:
         FloatingPointError: weights that are not finite. NotSaved: three failures in a row, or one of the `last` save.
         """
         check_weights(self._engines.masters, step, self.store)
+        self.averages.saver.settle()
         common, course = self._common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {"kind": (ROUTINE if routine else STOP) if course.good else TROUBLE, "course": course.model_dump(),
@@ -162,7 +178,7 @@ class Checkpoints:
                        for fragment, view in masters.own_views(flats)] + list(masters.own_codes())
                 for part, masters in self._engines.masters.items()}
 
-    def _write(self, folder: Path, entries: Entries, common: tuple[dict[str, Tensor], dict[str, Any]]) -> Hashes:
+    def _write(self, folder: Path, entries: Entries, common: contents.Common) -> Hashes:
         """Fills `folder` with what is this rank's; the shards' hashes."""
         if self._native:
             with errors_at_the_end(self._engines.values()):
@@ -172,9 +188,7 @@ class Checkpoints:
         names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         if group.rank() == 0:
-            tensors, counters = common
-            save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(counters)})
-            by_umask(folder / COMMON)
+            contents.write_common(folder, common)
         return hashes
 
     def _bytes(self) -> int:
@@ -183,15 +197,18 @@ class Checkpoints:
         return (1 << 20) + sum(4 * copies[part] * view.numel() for part, masters in self._engines.masters.items()
                                for _, view in masters.own_views(masters.flats))
 
-    def _common(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Small state: tensors on the host, and each part's counters. They are copies, since training may go on."""
+    def _common(self, parts: Collection[str] | None = None) -> contents.Common:
+        """Small state of some parts (None: of all): tensors on the host, and each part's counters.
+
+        They are copies, since training may go on.
+        """
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
-        for part, engine in self._engines.items():
-            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(engine.module)}
+        for part in (part for part in self._engines if parts is None or part in parts):
+            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _buffers(self._engines[part].module)}
             masters = self._engines.masters[part]
             counters[part] = {"updates": masters.updates, "skipped": masters.skipped, "stage": masters.stage,
-                              "scaler": masters.scaler_state}
+                              "scaler": masters.scaler_state, **self._ema.counters(part)}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
@@ -252,6 +269,9 @@ class Checkpoints:
             if name in buffers:
                 _require_same_shapes(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
+        if not self._ema.take_up(part, counters.get("averages"), step := manifest(path)["step"]) and group.rank() == 0:
+            self.saver.report(f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
+                              "the updates since then")
         masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
         masters.publish()

@@ -6,11 +6,25 @@ from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from dstrain.disk.modes import by_umask
 from dstrain.engine.course import State, parse
 from dstrain.engine.fragment_files import COMMON, shard_name
 from dstrain.engine.manifest import NAME, manifest
 from dstrain.recipe import ConfigError
+
+
+Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]      # small tensors by name, the counters of each part
+
+
+class _Averages(BaseModel):
+    """Of the averages by width: which they are, the step at which they began, the updates of the part since."""
+
+    widths: list[float]
+    began: NonNegativeInt
+    updates: NonNegativeInt
 
 
 class _Counters(BaseModel):
@@ -20,6 +34,7 @@ class _Counters(BaseModel):
     skipped: NonNegativeInt
     stage: NonNegativeInt
     scaler: dict[str, float | bool | None]
+    averages: _Averages | None = None
 
 
 def counters(path: Path) -> dict[str, dict[str, Any]]:
@@ -39,6 +54,13 @@ def course(path: Path) -> State:
     """The course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by part."""
     skipped = max((part["skipped"] for part in counters(path).values()), default=0)
     return parse(manifest(path)["extra"].get("course", {"skipped": skipped}))
+
+
+def write_common(folder: Path, common: Common) -> None:
+    """common.safetensors, by one rank."""
+    tensors, by_part = common
+    save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
+    by_umask(folder / COMMON)
 
 
 def check(path: Path) -> None:

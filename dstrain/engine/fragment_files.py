@@ -1,7 +1,8 @@
 """The files of dstrain's checkpoints and where tensors lie in them. Reads headers and no data; does not import torch.
 
     PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
-                                       the metadata's entry "fragments" maps these keys to [shape, start, numel]
+                                       the metadata's entry "fragments" maps these keys to [shape, start, numel];
+                                       float32, or in snapshots of averages (averages.py) bfloat16, one type in a part
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 
 fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
@@ -19,6 +20,7 @@ from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored, read_head
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
+RECONSTRUCTED = "reconstructed"          # WIDTH/step_N in it: averages that launch/reconstruct.py has made of a run's
 SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")                 # part, rank, world
 
 
@@ -46,7 +48,7 @@ def damaged(checkpoint: Path, reason: str) -> ConfigError:
 
 
 class Index:
-    """Where the elements of one part's float32 tensors lie, in all its shards together.
+    """Where the elements of one part's tensors lie, in all its shards together.
 
     ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
     """
@@ -54,6 +56,7 @@ class Index:
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
         self.folder, self.part = folder, part
         self.metadata: dict[str, str] = {}                                     # of the first shard
+        self.dtype = ""                                                        # of all tensors: F32 or BF16
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
         for name in names:
@@ -87,12 +90,13 @@ class Index:
         if not 0 <= start <= end <= math.prod(shape):
             raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
         spans, done = [], start
+        size = SIZES[self.dtype]
         for first, span in pieces:
             if first > done:
                 break
-            last = min(first + span.nbytes // 4, end)
+            last = min(first + span.nbytes // size, end)
             if last > done:
-                spans.append(Span(span.path, span.offset + 4 * (done - first), 4 * (last - done)))
+                spans.append(Span(span.path, span.offset + size * (done - first), size * (last - done)))
                 done = last
         if done < end:
             gap_end = min([end, *(first for first, _ in pieces if first > done)])
@@ -108,8 +112,10 @@ class Index:
                 kind, name = key.split("/", 1)
                 fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)     # name#2 is its third piece
                 tensor = tensors[key]
-                if (tensor.dtype, tensor.shape) != ("F32", (numel,)):
-                    raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says F32 [{numel}]")
+                self.dtype = self.dtype or (tensor.dtype if tensor.dtype == "BF16" else "F32")
+                if (tensor.dtype, tensor.shape) != (self.dtype, (numel,)):
+                    raise ConfigError(f"{key} is {tensor.dtype} {list(tensor.shape)}, its index says {self.dtype} "
+                                      f"[{numel}]")
                 entries.append((kind, fragment, tensor.spans[0]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
@@ -144,9 +150,27 @@ class Fragments(Index):
         """Every tensor of a kind, in the order of saving."""
         for name in self.names(kind):
             try:
-                yield name, Stored("F32", self.shape(name), tuple(self.spans(kind, name)))
+                yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(kind, name)))
             except ConfigError as error:
                 raise damaged(self.folder, str(error)) from None
+
+
+def reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
+    """What launch/reconstruct.py has made of a run: its average of `width` at `step` (None: the newest).
+
+    None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
+    """
+    paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
+    made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
+    if not made or (checkpoint is not None and width in averages(checkpoint)):
+        return None
+    return made.get(max(made) if step is None else step)
+
+
+def averages(checkpoint: Path) -> set[float]:
+    """Decays and widths of the averages that a checkpoint holds, of any part."""
+    shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
+    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).decays()}
 
 
 def buffers(checkpoint: Path, part: str) -> Iterator[Entry]:

@@ -21,18 +21,19 @@ from torch import Tensor
 
 from dstrain.engine.fragment_files import SHARD, Fragment, Index, shard_name
 from dstrain.engine.manifest import THREADS, Digest
-from dstrain.engine.streams import Files, render_header
+from dstrain.engine.streams import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
 _CHUNK = 1 << 24            # elements that are on the host at a time: 64 MB
 
 
 def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, Tensor]],
-                metadata: dict[str, str] | None = None) -> dict[str, Any]:
+                metadata: dict[str, str] | None = None, dtype: str = "F32") -> dict[str, Any]:
     """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
 
     Values are 1-D float32 of fragment.numel elements, on any device; views are best, since they reach the host 64 MB
-    at a time. One tensor may come in several fragments; empty ones are left out. ConfigError: values that do not fit.
+    at a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values
+    are rounded. ConfigError: values that do not fit.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -48,7 +49,7 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
             keys[key] = fragment, values.detach()
 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
-    header = render_header(Path(path), ((key, "F32", [fragment.numel]) for key, (fragment, _) in keys.items()),
+    header = render_header(Path(path), ((key, dtype, [fragment.numel]) for key, (fragment, _) in keys.items()),
                            {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))})
     with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
         digest = Digest(pool)
@@ -60,7 +61,8 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
         put(memoryview(header))
         for _, values in keys.values():
             for piece in values.split(_CHUNK):
-                put(memoryview(piece.cpu().contiguous().numpy()).cast("B"))
+                piece = piece.cpu() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
+                put(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
         return digest.entry()
@@ -92,11 +94,11 @@ class Shards(Index):
             raise ConfigError(f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds "
                               f"{self.shape(name)}")
         spans = self.spans(kind, name, start, None if numel is None else start + numel)
-        counts = [span.nbytes // 4 for span in spans]
-        values = torch.empty(sum(counts), dtype=torch.float32)
+        counts = [span.nbytes // SIZES[self.dtype] for span in spans]
+        values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
             self._files.read(span, memoryview(piece.numpy()).cast("B"))
-        return values
+        return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 
 
 def _all_shards(folder: Path, part: str) -> list[str]:

@@ -213,13 +213,18 @@ def _gathered(source: Stored, raw: memoryview) -> memoryview:
     return memoryview(np.ascontiguousarray(view)).cast("B")
 
 
+def floats(raw: memoryview, dtype: str) -> Any:
+    """Floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
+    import numpy as np
+    if dtype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, _NUMPY[dtype])
+
+
 def _cast(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
     """Floating bytes of one type as another, rounded to nearest even as torch does."""
     import numpy as np
-    if dtype == "BF16":
-        values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = np.frombuffer(raw, _NUMPY[dtype])
+    values = floats(raw, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         if entry.dtype != "BF16":
             cast = values.astype(_NUMPY[entry.dtype])

@@ -18,6 +18,9 @@ from dstrain.recipe.problems import divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section
 
 
+WIDEST = 0.288           # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
+
+
 def _refuse(*checks: tuple[Any, str]) -> None:
     """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
     if messages := [message for wrong, message in checks if wrong]:
@@ -140,11 +143,29 @@ class Optimizer(Section):
 class Ema(Section):
     decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = (0.9999,)   # one shadow for each; () is none
     warmup: bool = False                     # effective decay min(decay, (1 + step) / (10 + step))
+    # Power-function averages by their relative width, engine/profiles.py: [0.05, 0.10], say, and snapshots of them, of
+    # which launch/reconstruct.py makes those of any width. One shadow for each; () is none.
+    profiles: tuple[Annotated[float, Field(ge=0.001, le=WIDEST)], ...] = ()
+    snapshots: Annotated[Count, MAY_CHANGE] = 0        # one in so many steps, and of the last; 0 is never
+    snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"    # bf16: see launch/reconstruct.md
+
+    @property
+    def names(self) -> tuple[float, ...]:
+        """What --ema calls the averages: a decay or, up to WIDEST, a width."""
+        return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
     def _agree(self) -> "Ema":
-        twice = sorted({decay for decay in self.decays if self.decays.count(decay) > 1})
-        _refuse((twice, f"ema.decays={list(self.decays)} holds {twice} twice: name each decay once"))
+        repeated = {name: sorted({value for value in values if values.count(value) > 1})
+                    for name, values in (("decay", self.decays), ("profile", self.profiles))}
+        _refuse(
+            *((values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
+              for name, values in repeated.items()),
+            (self.profiles and min(self.decays, default=1) <= WIDEST, f"ema.decays={list(self.decays)}: with "
+             f"ema.profiles, --ema takes a number up to {WIDEST} for a width: leave so short a decay out"),
+            (self.snapshots and not self.profiles, f"ema.snapshots={self.snapshots} keeps averages of ema.profiles, "
+             "which is empty: write ema.profiles=[0.05,0.10]"),
+        )
         return self
 
     def decay_at(self, decay: float, step: int) -> float:
@@ -189,7 +210,7 @@ class Samples(Section):
     num_steps: PositiveInt = 50              # network evaluations for each picture
     guidance_scale: NonNegative = 1.0        # 1 is none
     seed: Count = 0
-    ema: float | None = None                 # decay of the EMA to draw from; None: the first
+    ema: float | None = None                 # decay or width of the EMA to draw from; None: the first
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":
@@ -259,10 +280,11 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Run":
-        ema, decays = self.samples.ema, list(self.ema.decays)
+        ema, profiles = self.samples.ema, list(self.ema.profiles)
         _refuse(
-            (ema is not None and ema not in decays, f"samples.ema={ema} is none of ema.decays={decays}: choose one of "
-             "them, or add it to ema.decays"),
+            (ema is not None and ema not in self.ema.names, f"samples.ema={ema} is none of ema.decays="
+             f"{list(self.ema.decays)}{f' and ema.profiles={profiles}' if profiles else ''}: choose one of them, or "
+             "add it to ema.decays"),
             (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed holds "
              f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
             (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),

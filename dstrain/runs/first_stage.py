@@ -69,7 +69,7 @@ def _of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None)
     run = trained.read(folder)
     system = systems.build(run.system, run.model)
     require_codes(system, run, folder, _RUN)
-    checkpoint = trained.checkpoint(folder, step)
+    checkpoint = trained.checkpoint(folder, step, ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))                       # another part, such as a discriminator, encodes nothing
     networks = trained.networks(system, checkpoint, {first: kinds[first]}, torch.float32)

@@ -3,6 +3,7 @@
     run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
     data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
     checkpoints/       step_N/, see dstrain/engine/store.py  samples/         step_N.png, grids from the EMA
+    averages/          snapshots of averages by width        reconstructed/   others, made of these
     metrics.jsonl      a line per report                     log.txt          what was printed
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
     events.jsonl       starts and rollbacks                 report.html      all of it for a person
@@ -235,18 +236,19 @@ def set_aside(folder: Path) -> None:
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
-    """Moves checkpoints after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
-    newer = [path for path in (folder / "checkpoints").glob("step_*") if (number := path.name[5:].partition(".")[0])
-             and number.isdecimal() and int(number) > step and path.suffix != ".tmp"]
+    """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
+    newer = [path for kind in ("checkpoints", "averages", "reconstructed/*") for path in folder.glob(f"{kind}/step_*")
+             if (number := path.name[5:].partition(".")[0]).isdecimal() and int(number) > step
+             and path.suffix != ".tmp"]
     if not newer:
         return
     with writing(folder):
         earlier = _new_earlier(folder)
-        (earlier / "checkpoints").mkdir()
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
-            path.rename(earlier / "checkpoints" / path.name)
+            (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
         note_saved(folder, step)
 
 

@@ -1,5 +1,6 @@
 """A finished or running run's folder, read by the verbs that come after training: recipe, checkpoint, networks."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine.checkpoint import read_weights
+from dstrain.engine.fragment_files import reconstructed
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
@@ -23,15 +25,26 @@ def read(folder: Path) -> Run:
     return folders.recipe_of(folder)
 
 
-def checkpoint(folder: Path, step: int | None = None) -> Path:
-    """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged."""
+def checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
+    """The run's checkpoint of a step, None for the newest whole one. ConfigError: absent or damaged.
+
+    Where it does not hold the average `ema`, and launch/reconstruct.py has made that one, the folder of this.
+    """
     store = Store(folder / "checkpoints")
     if step is not None:
-        if step not in store.steps():
+        own = store.folder / f"step_{step:08d}" if step in store.steps() else None
+        if ema is not None and (made := reconstructed(folder, ema, step, own)):
+            return whole(made)
+        if own is None:
             steps = ", ".join(map(str, store.steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
-        return whole(store.folder / f"step_{step:08d}")
+        return whole(own)
     newest = store.newest()
+    if ema is not None and (made := reconstructed(folder, ema, None, newest and newest[1])):
+        if newest and newest[1].name != made.name and group.rank() == 0:
+            print(f"note: --ema {ema} is of {made.name}; launch/reconstruct.py has made none of {newest[1].name}",
+                  file=sys.stderr)
+        return whole(made)
     if newest is None and (steps := store.steps()):
         raise ConfigError(f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
                           "above, restore one, or train it again")
@@ -44,10 +57,11 @@ def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool 
           every: bool = False) -> dict[str, str]:
     """Which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
-    Parts without averages, such as a discriminator, are left out unless `every`. ConfigError: no such average.
+    Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
+    holds: what launch/reconstruct.py makes lacks them. ConfigError: no such average.
     """
     return {part: checkpoint_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
-            for part in system.parts if every or part in system.averaged}
+            for part in system.parts if part in system.averaged or every and any(checkpoint.glob(f"{part}-*-of-*"))}
 
 
 def networks(system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype,

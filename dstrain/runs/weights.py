@@ -13,10 +13,12 @@ from torch import Tensor
 
 from dstrain.disk.modes import by_umask
 from dstrain.disk.small import read_json
+from dstrain.engine import averages
 from dstrain.engine.checkpoint import ema_decays, read_weights
+from dstrain.engine.fragment_files import RECONSTRUCTED
 from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
-from dstrain.recipe import ConfigError
+from dstrain.recipe import WIDEST, ConfigError
 from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
@@ -163,10 +165,19 @@ def checkpoint_kind(path: Path, part: str, ema: float | None = None) -> str:
     """The kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
     decays = ema_decays(path, part)
     if ema is not None and ema not in decays:
-        raise ConfigError(f"{path} holds no EMA of decay {ema}; it holds {', '.join(map(str, decays)) or 'none'}")
+        raise ConfigError(f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "
+                          f"{', '.join(map(str, decays)) or 'none'}{_made_or_to_make(path.parent.parent, ema)}")
     if ema is None and not decays:
         return "master"
     return f"ema.{decays[0] if ema is None else ema!r}"
+
+
+def _made_or_to_make(run: Path, ema: float) -> str:
+    """Of a run: widths whose averages launch/reconstruct.py has made, and that it may make this one."""
+    made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
+    makes = ema <= WIDEST and any((run / averages.FOLDER).glob("step_*"))
+    return (f"; reconstructed: {', '.join(made)}" if made else "") + (
+        f"; launch/reconstruct.py {run} --ema {ema} makes one of its snapshots" if makes else "")
 
 
 def read(path: str | Path) -> dict[str, Tensor]:

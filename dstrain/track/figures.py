@@ -70,6 +70,11 @@ def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[
     _plot(path, headline, [_columns], {"curves": curves})
 
 
+def sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
+    """Draws the held-out loss by the width of an average, as dstrain/sweep.py has measured it, as a PNG."""
+    _plot(path, f"{result['run']} at step {result['step']}: {result['samples']} held-out samples", [_widths], result)
+
+
 def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
     from matplotlib.figure import Figure             # slow to import, and only plots need it
 
@@ -124,6 +129,12 @@ def _columns(axes: Any, result: dict[str, Any]) -> None:
         values = sorted(_numbers(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_marks(values))
     axes.set(title="by column", xlabel="rank of the column")
+
+
+def _widths(axes: Any, result: dict[str, Any]) -> None:
+    pairs = sorted(zip(result["widths"], _numbers(result["scores"]["loss"])))
+    axes.plot(*zip(*pairs), color=_INK, **_marks([loss for _, loss in pairs]))
+    axes.set(title="averages chosen afterwards", xlabel="relative width of the average", ylabel="held-out loss")
 
 
 def _steps(result: dict[str, Any]) -> list[int]:

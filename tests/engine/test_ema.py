@@ -58,6 +58,36 @@ def test_update(warmup):
             assert flat.tolist() == pytest.approx(numbers, rel=1e-6)
 
 
+def test_profiles():
+    """Oracle: the sum of all weights so far by Python floats, those of update s by the integral of the profile over
+    s - 1 .. s; steps that were not applied, and those of a part that waits, count nothing, nor do the first weights.
+    """
+    masters = {"one": Flats(3, 2), "two": Flats(1)}
+    for flats in masters.values():
+        flats.step(99)
+    shadow = EmaShadow(masters, Ema(decays=(0.9,), profiles=(0.05, 0.2)), ("one", "two"))
+    history = {"one": [], "two": []}
+    for step in range(STEPS):
+        applied = {"one": step not in (0, 4), "two": step > 5}
+        for flats in masters.values():
+            flats.step(step)
+        parts = {"one", "two"} if step != 8 else {"two"}
+        shadow.update(step, {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()
+                             if part in parts})
+        for part in parts:
+            history[part] += [[flat.tolist() for flat in masters[part].flats]] if applied[part] else []
+    for part, seen in history.items():
+        for width, gamma in ((0.05, 16.97), (0.2, 1.826)):
+            power, end = shadow._powers[width], len(seen)
+            assert power - 1 == pytest.approx(gamma, abs=0.05)
+            shares = [((s + 1) / end) ** power - (s / end) ** power for s in range(end)]
+            for number, flat in enumerate(shadow.flats[part][width]):
+                sums = [sum(share * flats[number][i] for share, flats in zip(shares, seen)) for i in range(len(flat))]
+                assert flat.tolist() == pytest.approx(sums, rel=1e-5)
+        assert shadow.counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
+    assert EmaShadow(masters, Ema(), ("one",)).counters("one") == {}
+
+
 def test_reset_and_what_is_shown():
     """Oracle: the masters' values, copied, not shared; the averages of the decay that is named, else of the first."""
     masters = {"one": Flats(3), "two": Flats(2)}
@@ -70,7 +100,7 @@ def test_reset_and_what_is_shown():
     for decay, chosen in ((None, 0.9), (0.9, 0.9), (0.5, 0.5)):
         with shadow.swapped(decay):
             assert masters["one"].shown is shadow.flats["one"][chosen] and masters["two"].shown == []
-    with pytest.raises(ConfigError, match="no EMA of decay 0.7; ema.decays has 0.9, 0.5"), shadow.swapped(0.7):
+    with pytest.raises(ConfigError, match="no EMA of decay or width 0.7; .* has 0.9, 0.5"), shadow.swapped(0.7):
         pass
     with EmaShadow(masters, Ema(decays=()), ("one",)).swapped():
         assert masters["one"].shown == []

@@ -10,11 +10,13 @@ import torch
 from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
+from dstrain.engine.manifest import manifest
 from tests.support.launch import command, launch
 from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
                                 train, wait_for, wait_for_end)
 
 pytestmark = pytest.mark.slow
+AVERAGES = {3: ("ema.profiles=[0.05,0.1]", "ema.snapshots=15")}              # by stage; saved every 20 steps
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def undisturbed(tmp_path_factory):
     def of(stage: int) -> Path:
         if stage not in made:
             made[stage] = tmp_path_factory.mktemp(f"zero{stage}") / "whole"
-            assert "complete: 60 steps" in finish(train(made[stage], stage))
+            assert "complete: 60 steps" in finish(train(made[stage], stage, *AVERAGES.get(stage, ())))
         return made[stage]
 
     return of
@@ -33,13 +35,18 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [3])           # the others: test_iddpm.py
 def test_kill_minus_nine(undisturbed, stage):
-    """Oracle: the undisturbed run: after kill -9 the same command ends with the same bits of everything."""
+    """Oracle: the undisturbed run: after kill -9 the same command ends with the same bits of everything, snapshots of
+    averages included.
+    """
     folder = undisturbed(stage)
-    killed = folder.parent / "killed"
-    kill_in_the_middle(train(killed, stage), killed, 20)
+    killed, averages = folder.parent / "killed", AVERAGES[stage]
+    kill_in_the_middle(train(killed, stage, *averages), killed, 20)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(train(killed, stage))
+    finish(train(killed, stage, *averages))
     assert_equal_runs(folder, killed)
+    for step in (15, 30, 45, 60):
+        one, other = (manifest(run / "averages" / f"step_{step:08d}")["files"] for run in (folder, killed))
+        assert one == other and len(one) == 3
 
 
 def test_sigterm_to_the_launcher(undisturbed):

@@ -279,6 +279,24 @@ def test_from_scratch_where_nothing_stands(tmp_path):
         assert set(contents(tmp_path / name)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
 
 
+def test_later_steps_are_moved_aside(begun):
+    """Oracle: the folder before: checkpoints and averages of later steps are in earlier_1, at their places; earlier ones,
+    half-written ones and what lies beside them stay.
+    """
+    later = ["checkpoints/step_00000100", "averages/step_00000080.aside", "averages/step_00000060",
+             "reconstructed/0.1/step_00000060"]
+    kept = ["checkpoints/step_00000050", "averages/step_00000050", "reconstructed/0.1/step_00000050",
+            "averages/step_00000070.tmp", "reconstructed/0.1/newest"]
+    for name in later + kept:
+        (begun / name).mkdir(parents=True, exist_ok=True)
+    folders.set_newer_aside(begun, 50)
+    assert all((begun / "earlier_1" / name).is_dir() and not (begun / name).exists() for name in later)
+    assert all((begun / name).is_dir() for name in kept) and (begun / "saved").read_text() == "50\n"
+    before = sorted(begun.rglob("*"))
+    folders.set_newer_aside(begun, 50)
+    assert sorted(begun.rglob("*")) == before
+
+
 def test_going_on_keeps_what_is_there(begun):
     """Oracle: the files of the run."""
     for name in ("log.txt", "metrics.jsonl", "saved", "stop"):

@@ -1,0 +1,61 @@
+"""Averages whose weights grow as a power of time, and how those of any width are made of a few others.
+
+    profile    p(s) = (gamma + 1) s^gamma / t^(gamma + 1) on 0 .. t; s and t count updates
+    update     average <- beta(t) average + (1 - beta(t)) weights, beta(t) = (1 - 1/t)^(gamma + 1). The weights of
+               update s then count by the integral of p over s - 1 .. s, and what the average began with not at all
+    width      sigma_rel, the standard deviation of p in units of t
+
+An average of another width, or at another time, is the combination of those at hand whose profile is nearest to its
+own in L2. All inner products are closed forms; everything is float64.
+
+Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), section 3 and
+appendix C, arXiv:2312.02696.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Average(NamedTuple):
+    """An average by its time, in updates, and its relative width."""
+
+    time: float
+    width: float
+
+
+class Solution(NamedTuple):
+    """coefficients: of each average at hand. misfit: |profile made - profile asked for| / |profile asked for|."""
+
+    coefficients: list[float]
+    misfit: float
+
+
+def exponent(width: float) -> float:
+    """gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for gamma."""
+    inverse = float(width) ** -2
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+
+def solve(averages: Sequence[Average], target: Average) -> Solution:
+    """The combination of `averages` nearest to `target`. Those of a run whose times differ are linearly independent."""
+    times, gammas = np.array([average.time for average in averages]), np.array([exponent(a.width) for a in averages])
+    time, gamma = np.array([target.time]), np.array([exponent(target.width)])
+    length = np.sqrt(_inner(time, gamma, time, gamma).item())
+    lengths = np.sqrt(np.diagonal(_inner(times, gammas, times, gammas)))       # unit profiles: better conditioned
+    products = _inner(times, gammas, times, gammas) / np.outer(lengths, lengths)
+    cosines = _inner(times, gammas, time, gamma)[:, 0] / (lengths * length)
+    found = np.linalg.solve(products, cosines)
+    misfit = np.sqrt(max(1 - 2 * cosines @ found + found @ products @ found, 0.0))
+    return Solution((found * length / lengths).tolist(), float(misfit))
+
+
+def _inner(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """Inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,), exponents h (M,).
+
+    The integral of both to the earlier time; by logarithms, since powers of times overflow.
+    """
+    t, g = t[:, None], g[:, None]
+    powers = (g + h + 1) * np.log(np.minimum(t, u)) - (g + 1) * np.log(t) - (h + 1) * np.log(u)
+    return (g + 1) * (h + 1) / (g + h + 1) * np.exp(powers)

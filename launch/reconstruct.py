@@ -1,0 +1,66 @@
+"""Makes averages of any length from a trained run's snapshots: python launch/reconstruct.py RUN --ema 0.05,0.10,0.15"""
+
+from pathlib import Path
+
+from dstrain.command import arguments, cli
+
+_HELP = """\
+Makes averages (EMAs) of a length that is chosen when training is over, from a run's snapshots.
+
+usage:  [deepspeed] launch/reconstruct.py RUN --ema WIDTHS [options]
+
+  RUN                   a run's folder, trained with ema.profiles=[0.05,0.10] ema.snapshots=N
+  --ema 0.05,0.10,0.15  relative widths: the standard deviation of the weights' ages, as a share of the training
+                        (with --sweep: a dozen from 0.01 to 0.25, as far as the snapshots make them)
+  --step N              the snapshot to make them of, with all before it (the newest)
+  --sweep               also measures the held-out loss of each, as JSON and a curve in RUN/reconstructed
+  --num-samples N       for it, evenly spaced over the split (all); --batch N of one rank at a time (32)
+
+Each is written to RUN/reconstructed/WIDTH/step_N, and every other command takes it as --ema WIDTH. Memory holds a chunk
+of a tensor at a time; all hashes are verified first. launch/reconstruct.md says what a width is, and which can be made.
+
+examples:
+  python launch/reconstruct.py runs/dit-small --ema 0.05,0.10,0.15
+  python launch/generate.py runs/dit-small --ema 0.10
+  deepspeed launch/reconstruct.py runs/dit-small --sweep
+"""
+
+
+def _options(argv: list[str] | None = None):
+    parser = arguments.Parser(_HELP)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--ema", type=arguments.widths, dest="widths")
+    parser.add_argument("--step", "--checkpoint", type=arguments.count)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--num-samples", "--num_samples", type=arguments.positive, dest="num")
+    parser.add_argument("--batch", type=arguments.positive, default=32)
+    words = parser.words(argv)
+    for name, option in (("folder", "the folder of a run"), ("widths", "the widths to make: --ema 0.05,0.10")):
+        if words[name] is None and not (name == "widths" and words["sweep"]):
+            raise cli.ConfigError(f"name {option}; --help shows how")
+    if words["num"] and not words["sweep"]:
+        raise cli.ConfigError("--num-samples is of --sweep: give it, too, or leave both out")
+    return words
+
+
+def main() -> None:
+    words = _options()
+    from dstrain.engine.start import start
+    from dstrain.ranks import group
+    from dstrain.reconstruct import ReconstructOptions, reconstruct, report
+    if group.place().world > 1:
+        start()
+    made = reconstruct(ReconstructOptions(words["folder"], words["widths"], words["step"]))
+    if group.rank() == 0:
+        print(report(made))
+    if words["sweep"]:
+        from dstrain import sweep
+        step = int(made[0].path.name.removeprefix("step_"))
+        path, result = sweep.sweep(words["folder"], step, [one.width for one in made], words["num"], words["batch"])
+        if group.rank() == 0:
+            print(sweep.report(path, result))
+    group.leave()
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
