@@ -14,7 +14,7 @@ import secrets
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ class WandbSink:
     """
 
     def __init__(self, folder: Path, setting: str, *, name: str, project: str, entity: str | None,
-                 config: dict[str, Any], note: Callable[[str], None]) -> None:
+                 config: dict[str, Any], note: Callable[[str], None], tags: Sequence[str] = (),
+                 group: str | None = None, notes: str | None = None) -> None:
         self.dropped = 0                             # entries that did not fit or were refused
         self._note = note
         self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)     # calls with the run
@@ -54,7 +55,7 @@ class WandbSink:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
             self._arguments = dict(id=_run_id(folder), dir=str(folder), name=name, project=project, entity=entity,
-                                   config=config, resume="allow")
+                                   tags=list(tags) or None, group=group, notes=notes, config=config, resume="allow")
         except Exception as error:
             note(f"wandb: not used: {_brief(error)}")
             return
