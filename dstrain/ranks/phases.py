@@ -81,11 +81,17 @@ class Phases(AbstractContextManager):
         """Words are printed by `write` from now on, which keeps a progress bar whole."""
         self._print = write
 
+    def _silent(self, now: float) -> bool:
+        """Whether a word is due."""
+        since = max(self._phase[1], self._heard) if self._settled else self._heard
+        return now - since >= self._quiet
+
     def _listen(self, thread: int, left: threading.Event) -> None:
         while not left.wait(_TICK):
-            (phase, since), now = self._phase, time.monotonic()
-            if now - (max(since, self._heard) if self._settled else self._heard) < self._quiet or debugged(thread):
+            now = time.monotonic()
+            if not self._silent(now) or debugged(thread):
                 continue
+            phase, since = self._phase
             lasts = now - since
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
             where, exchanges = place_of(thread)

@@ -13,6 +13,7 @@ from dstrain.recipe import ConfigError, load
 from dstrain.report import metrics
 from dstrain.track.figures import duration
 
+_BESIDE = ("wandb: ", "report.html ")        # lines that may follow the one of a run's end
 _DEPTH = 4                                   # levels of folders in which runs are looked for
 
 
@@ -67,10 +68,9 @@ def state(folder: Path) -> State:
         latest, when = {}, None
     step, note = latest.get("step"), last_line(folder / "log.txt")
     steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), checkpoints(folder)
-    left = latest.get("seconds_left")
-    if left is None and run and step is not None and rate and rate > 0:
-        left = (steps - step) * run.batch.global_ / rate     # lines of earlier versions
-    left = max(0.0, left - (time.time() - when)) if left and when else left
+    left = None
+    if run and step is not None and rate and rate > 0 and step < steps:      # 0 seconds: the run was to end there
+        left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
     if steps is not None and step is not None and step >= steps:
         word = "complete"                                    # though it may be held until the last files are written
     elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
@@ -104,7 +104,7 @@ def as_json(one: State) -> dict[str, Any]:
 
 
 def last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """The last line of a log that says something. None: there is none, or it cannot be read."""
+    """The last line of a log that says something of the run itself. None: there is none, or it cannot be read."""
     try:
         small.require_file(path)
         with open(path, "rb") as file:
@@ -112,7 +112,7 @@ def last_line(path: Path, tail: int = 1 << 14) -> str | None:
             lines = file.read(tail).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
-    return next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_BESIDE)), None)
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -129,7 +129,7 @@ def _stopped(note: str | None) -> bool:
 def _ends(folder: Path, note: str | None) -> bool:
     """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
     try:
-        return _stopped(note) and (folder / "log.txt").stat().st_mtime_ns >= (folder / ".lock").stat().st_mtime_ns
+        return _stopped(note) and (folder / "log.txt").stat().st_mtime_ns > (folder / ".lock").stat().st_mtime_ns
     except OSError:
         return False
 

@@ -125,5 +125,6 @@ def test_signal_to_a_rank(tmp_path):
     at = int((folder / "saved").read_text())
     log = (folder / "log.txt").read_text()
     assert f"stopped at step {at} " in log
+    assert f"step {at} is saved" in (folder / "report.html").read_text()       # written after the last line of the log
     assert (folder / "checkpoints" / f"step_{at:08d}" / "manifest.json").exists()
     assert torch.isfinite(read_weights(folder / "checkpoints" / f"step_{at:08d}", "denoiser")["pos_embed"]).all()
