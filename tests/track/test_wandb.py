@@ -1,5 +1,6 @@
 """Oracle: wandb's own record of a run, read back; the clock, for what must not wait."""
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dstrain.recipe import Run, Track
 from dstrain.track import wandb_sink
@@ -77,8 +79,9 @@ from dstrain.track import wandb_sink
 from dstrain.track.tracker import Tracker
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience = float(sys.argv[3])
 handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-run = Run(steps=20, track=Track(wandb=sys.argv[2]))
-track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",))
+run = Run(steps=20, track=Track(wandb=sys.argv[2], tags=["a", "b"], group="sweep", notes="a first try"))
+track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",), settings={"zero_optimization": {"stage": 2}},
+                weights={"denoiser": 7})
 track.add("denoiser", {"loss": torch.tensor(0.5)})
 track.report(10, {"lr": 0.25})
 track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
@@ -127,6 +130,20 @@ def recorded(folder) -> list[dict]:
     return entries
 
 
+def described(folder) -> tuple[list[str], str, str, dict]:
+    """Tags, group, notes and config of the first of wandb's runs in a folder."""
+    from wandb.proto import wandb_internal_pb2
+    path = min((folder / "wandb").glob("*run-*/*.wandb"))
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            run = record.run
+            return list(run.tags), run.run_group, run.notes, {item.key: json.loads(item.value_json)
+                                                              for item in run.config.update}
+    raise AssertionError("no run is described")
+
+
 def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     """Oracle: the values reported, in wandb's own files; one id in the names of the runs of two processes."""
     folder = tmp_path / "run"
@@ -138,6 +155,11 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     runs = [path.name for path in (folder / "wandb").glob("offline-run-*")]
     assert runs and all(name.endswith(known) for name in runs)
     entries = recorded(folder)
+    tags, group, notes, config = described(folder)
+    assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
+    assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
+    assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
     assert (train["train/loss"], train["train/lr"], train["train/step"]) == ("0.5", "0.25", "10")
     assert any(entry.get("held_out/loss") == "0.125" for entry in entries)
