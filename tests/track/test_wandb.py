@@ -19,6 +19,7 @@ from dstrain.track import wandb_sink
 from dstrain.track.tracker import Tracker, read_metrics
 from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
 from tests.support.launch import ROOT
+from tests.support.wandb_server import served
 
 KEY = "0123456789" * 4
 PATIENCE = 300.0            # seconds, for what is only slow where the machine is loaded
@@ -48,10 +49,10 @@ class Fake:
         self.ids.append(arguments["id"])
         if self._init:
             self._init(mode)
-        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log,
+        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log, step=0,
                                finish=lambda: self.calls.append("finish"))
 
-    def log(self, values):
+    def log(self, values, step, commit):
         if self._log:
             self._log()
         self.calls.append(values)
@@ -151,7 +152,7 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
         done = really(folder)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "" and "no API key" not in done.stdout     # it was not asked for
-    known = (folder / "wandb_id").read_text().strip()
+    known = (folder / "wandb_id").read_text().split()[0]
     runs = [path.name for path in (folder / "wandb").glob("offline-run-*")]
     assert runs and all(name.endswith(known) for name in runs)
     entries = recorded(folder)
@@ -205,7 +206,7 @@ track.close()
 @pytest.mark.slow
 def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path):
     """Oracle: the steps reported: each once in wandb's own files, under one id, but those after the kill -9 of its
-    service; metrics.jsonl holds all. Then wandb's own command, which has to see these files as one run.
+    service; metrics.jsonl holds all. Then wandb's own command sends these files to a server as one history, without a gap.
     """
     folder, out = tmp_path / "run", []
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": f"{PATIENCE:g}"}
@@ -215,17 +216,23 @@ def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         out.append(done.stdout)
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
-    steps = [int(entry["train/step"]) for entry in recorded(folder)]
+    steps = [int(entry["train/step"]) for entry in recorded(folder) if "train/step" in entry]
     assert len(steps) == len(set(steps)) and {1, 2, 3, 7, 8, 9} <= set(steps) <= {1, 2, 3, 4, 7, 8, 9}
     assert "training goes on" in out[1] and "entries were not logged; metrics.jsonl holds all" in out[1]
     assert "not logged" not in out[0] + out[2]
-    known = (folder / "wandb_id").read_text().strip()
+    known = (folder / "wandb_id").read_text().split()[0]
     names = sorted(path.name for path in (folder / "wandb").glob("offline-run-*"))
-    assert len(names) == 3 and all(name.endswith(known) for name in names)
-    plan = subprocess.run([sys.executable, "-m", "wandb", "sync", "--dry-run", *(f"run/wandb/{name}" for name in names)],
-                          env=env | {"WANDB_SILENT": "false"}, cwd=tmp_path, text=True, timeout=2 * PATIENCE,
-                          capture_output=True)
-    assert plan.returncode == 0 and all(name in plan.stdout + plan.stderr for name in names), plan
+    empty = list((folder / "wandb").glob("empty-run-*"))     # where the killed service had written nothing yet
+    assert len(names) + len(empty) == 3 and all(name.endswith(known) for name in names)
+    with served() as (address, histories):
+        done = subprocess.run([sys.executable, "-m", "wandb", "sync", "--yes", *(f"run/wandb/{name}" for name in names)],
+                              env=env | {"WANDB_SILENT": "false", "WANDB_BASE_URL": address, "WANDB_API_KEY": KEY},
+                              cwd=tmp_path, text=True, timeout=2 * PATIENCE, capture_output=True)
+    assert done.returncode == 0, done
+    assert list(histories) == [known], done
+    assert [line["train/step"] for line in histories[known]] == steps
+    numbers = [line["_step"] for line in histories[known]]       # by which wandb tells its lines apart
+    assert numbers == sorted(set(numbers)) and numbers[:3] == [0, 1, 2]
 
 
 def closed_port() -> int:
