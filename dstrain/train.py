@@ -94,6 +94,7 @@ def loop(training: Training) -> int:
         training.ema.update(done, engines.applied())
         done += 1
         throughput.at(done, losses)
+        tracker.at(done)
         training.saver.look()                                     # reports a save that has ended meanwhile
         stop = ballot.outcome()                                   # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):

@@ -93,6 +93,11 @@ class Tracker:
         """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
         self._meter.add(part, terms)
 
+    def at(self, done: int) -> None:
+        """Moves the progress bar, where there is one, to `done` steps."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
     def report(self, done: int, figures: dict[str, float]) -> None:
         """Writes one line: means since the last report, and the figures, as of `done` steps."""
         values = self._meter.means() | figures
@@ -101,8 +106,6 @@ class Tracker:
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
         self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
         self.note(self._readable(done, values))
         phases().settle()
         self._send({f"train/{name}": value for name, value in steady.items()}
@@ -164,8 +167,7 @@ class Tracker:
             _drop_after(self.folder / "metrics.jsonl", step)
         except OSError as error:
             self._fault("metrics.jsonl", error)
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self.at(step)
 
     def holds(self, done: int) -> tuple[bool, bool]:
         """Whether pictures and held-out figures of a step are written already; on all ranks together."""
