@@ -168,6 +168,7 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
     """Oracle: the line and the bar's share and count written by hand; nothing on stdout."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     track = tracker(tmp_path, 4)
+    track.at(10)
     track.report(10, {"lr": 1e-4})
     track.close()
     printed = capsys.readouterr()
