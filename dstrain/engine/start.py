@@ -43,7 +43,8 @@ def start(timeout_minutes: float = 30) -> None:
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
         try:
-            phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
+            if place.world > 1:
+                phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with _compiling(), redirect_stdout(io.StringIO()):   # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from dstrain import __version__
@@ -59,9 +59,10 @@ class Phases(AbstractContextManager):
     def say(self, *lines: str) -> None:
         """Prints lines on rank 0, and keeps them for its log."""
         if place().rank == 0:
-            for line in lines:
-                print(line, flush=True)
             self._lines += lines
+            with suppress(OSError, ValueError):              # a closed pipe or terminal ends no training
+                for line in lines:
+                    print(line, flush=True)
             self.heard()
 
     def logged(self) -> list[str]:
@@ -110,10 +111,8 @@ def greeting() -> str:
 
 def _on_stderr(text: str) -> None:
     """Without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
-    try:
+    with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
-    except OSError:                                          # a closed pipe or terminal ends no training
-        pass
 
 
 @functools.cache
