@@ -213,7 +213,7 @@ def _probe(url: str) -> None:
 
 
 def _set_empty_aside(folder: Path) -> None:
-    """Renames parts of an offline run in which kill -9 has left no entry: `wandb sync` would send none of the others."""
+    """Renames parts of an offline run in which kill -9 has left no entry: with one `wandb sync` sends none of them."""
     for path in folder.glob("offline-run-*/*.wandb"):
         if path.stat().st_size <= _HEADER:
             path.parent.rename(folder / path.parent.name.replace("offline-run-", "empty-run-", 1))
