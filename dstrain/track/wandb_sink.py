@@ -3,8 +3,8 @@
 A thread of its own sends entries from a bounded queue; entries that do not fit are dropped and counted. Without a key
 or a network, or after an error, wandb runs offline or not at all; it never asks a question or ends the training.
 metrics.jsonl holds everything. Steps are logged as `train/step`. wandb's own step counts entries, through all commands
-of a run: it drops entries of old steps, and `wandb sync` sends those of an offline run under the numbers in its file, so
-that a part that counted from 0 again would lie upon the first one.
+of a run: wandb drops entries of old steps, and `wandb sync` sends those of an offline part under the numbers in its
+file, so a part that counted from 0 again would lie upon the first one.
 """
 
 import configparser
