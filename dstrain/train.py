@@ -25,9 +25,10 @@ from dstrain.engine.settings import precision, remarks
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.ranks.endings import DONE, STOPPED
+from dstrain.ranks.phases import phases
 from dstrain.ranks.stops import Stops
 from dstrain.ranks.watchdog import Watchdog
-from dstrain.recipe import ConfigError, NotSaved, Run
+from dstrain.recipe import NotSaved, Run
 from dstrain.runs import folders, hosts
 from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
@@ -92,8 +93,9 @@ def loop(training: Training) -> int:
         losses = take_step(done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast)
         training.ema.update(done, engines.applied())
         done += 1
-        throughput.at(done)
-        training.saves.look()                                     # reports a save that has ended meanwhile
+        throughput.at(done, losses)
+        tracker.at(done)
+        training.saves.look()                                     # reports saves that have ended meanwhile
         stop = ballot.outcome()                                   # everyone together
         if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
@@ -196,11 +198,14 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
 
 def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
-    folder = run.directory
+    folder, say = run.directory, phases().say
     start(run.faults.timeout_minutes)
     watchdog.talk()
     hosts.check(run, settings)                                    # before anything is moved or written
     source, held_out_source = open_sources(run.data)
+    if group.rank() == 0:
+        say(*described(run.data, source, held_out_source, folder))
+    phases().at("building networks")
     system = systems.build(run.system, run.model)                 # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.on_first(lambda: folders.prepare(run, system.fingerprint(source), resume))
@@ -210,28 +215,27 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         network.to(group.device())
     engines = Engines(system.networks, run, settings, system.decays, system.blocks(), draw=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)    # shadows the fp32 weights this rank owns
-    notes = described(run.data, source, held_out_source, folder) if group.rank() == 0 else []
+    weights = engines.counts(system.frozen())
+    say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
-        notes.append("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
-    notes += [f"note: {remark}" for remark in remarks(settings, group.device().type)] + engines.notes
+        say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
+    say(*(f"note: {remark}" for remark in remarks(settings, group.device().type)), *engines.notes)
     course = Course(run.faults)
-    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, notes.append,
+    saves = Checkpoints(folder / "checkpoints", engines, ema, system, run.save, say,
                         lambda step: folders.note_saved(folder, step), course, resume.trust_pickle)
-    first = begin(run, engines, ema, saves, system, notes, resume.step)
+    first = begin(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.forgive()
     if first < (earlier := folders.last_saved(folder)):
-        notes.append(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
+        say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
-        notes.append("an earlier command ended before it saved anything: training begins at step 1 again")
+        say("an earlier command ended before it saved anything: training begins at step 1 again")
     hosts.on_first(lambda: folders.write_down(run, settings, system.fingerprint(source)))
     micro = settings["train_micro_batch_size_per_gpu"]
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps + course.shift)
-    tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
-    for note in notes:
-        tracker.note(note)
+    tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first, settings=settings, weights=weights)
     saves.saver.report = tracker.note
     throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile,
                             tracker.note)
@@ -239,22 +243,19 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
                     micro, stops, watchdog, tracker, throughput, course, first)
 
 
-def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, notes: list[str],
-          request: int | None) -> int:
+def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None) -> int:
     """Weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its step."""
-    try:
-        step = saves.resume(request)
-    except ConfigError:
-        print("\n".join(notes), flush=True)                       # why each checkpoint was passed over
-        raise
+    step = saves.resume(request)
     folders.require_steps(run, step)
     if request is not None:
         hosts.on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:
         loaded = fitted(run.init_from, system) if run.init_from is not None else {}
-        notes += [f"init_from: {change}" for _, changes in loaded.values() for change in changes]
+        phases().say(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
         engines.draw({part: values for part, (values, _) in loaded.items()})
         ema.reset()
+    phases().say(f"goes on from step {step} of {run.steps}" if step else
+                 f"begins at step 1 of {run.steps}, with weights from {run.init_from or f'seed {run.seed}'}")
     return step
 
 
@@ -267,8 +268,7 @@ def finish(training: Training, done: int) -> None:
         parts = training.system.averaged or training.engines
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(farewell(run, run.directory, training.first, done, saved, training.stops))
-    if done == run.steps:
-        tracker.finish(done)
+    tracker.finish(done)
     group.leave()                                                 # signals are still caught and ignored: all is saved
 
 

@@ -17,7 +17,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for folder in ("dstrain", "laun
 # itself. The longest name that fits counts. "systems" is the table of names in systems/__init__.py, which loads on demand.
 GROUND = ("disk", "ranks", "recipe", "rng")
 RULES = {
-    "disk": (), "ranks": (), "recipe": ("disk",), "rng": (),
+    "disk": (), "ranks": ("__version__",), "recipe": ("disk",), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
     "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),

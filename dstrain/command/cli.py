@@ -13,10 +13,11 @@ from pathlib import Path
 from dstrain.command.arguments import Parser, positive, window
 from dstrain.command.ending import run_main
 from dstrain.command.job import Job, JobOptions, checked, prepare
+from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
-__all__ = ["ConfigError", "Job", "JobOptions", "describe", "job_arguments", "load_recipe", "prepare", "run_main",
-           "train_arguments"]
+__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_recipe", "prepare",
+           "run_main", "train_arguments"]
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
@@ -96,6 +97,14 @@ def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
 def describe(job: Job) -> str:
     """The whole recipe and the DeepSpeed settings, each in its own language."""
     return f"# recipe\n{dump(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
+
+
+def headline(job: Job) -> str:
+    """What is about to be trained, in a line."""
+    run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
+    sharding = f"ZeRO stage {settings.stage(job.settings)}, {settings.precision(job.settings)}"
+    return (f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on a rank at a "
+            f"time; {sharding}; folder {run.directory}")
 
 
 def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:

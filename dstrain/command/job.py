@@ -13,6 +13,7 @@ from dstrain import recipe, systems
 from dstrain.engine import settings
 from dstrain.engine.store import Store
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
@@ -171,6 +172,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     _check_step(run, options)
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)
+    phases().at("trying two samples")
     return remarks if options.print_config else remarks + probe(run, system, source)
 
 

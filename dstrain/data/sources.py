@@ -15,6 +15,7 @@ from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
 from dstrain.data.videos import open_videos
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import Codes, ConfigError, Data
 
 BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
@@ -32,6 +33,7 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
+    phases().at(f"listing {data.path}")
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
     if is_encoded(data.path):

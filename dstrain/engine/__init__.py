@@ -1,6 +1,7 @@
 """How it scales: the only place where DeepSpeed is imported."""
 
 import hashlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ def prepare_environment() -> None:
     import torch
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")         # it would guess the same, with a warning
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)       # it warns that there is no CUDA
     # One folder of compiled extensions for each environment, or two of them rebuild over each other.
     environment = f"{sys.prefix}-{sys.version_info[:2]}-{torch.__version__}"
     name = f"dstrain-{hashlib.sha1(environment.encode()).hexdigest()[:12]}"

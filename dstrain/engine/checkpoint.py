@@ -35,6 +35,7 @@ from dstrain.engine.optimizers import CODES, from_floats
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -81,6 +82,7 @@ class Checkpoints:
         ConfigError: none of the folder's checkpoints verifies, there is none of `step`, or it does not fit these
         networks, or is DeepSpeed's own and not trusted.
         """
+        phases().at("reading the newest checkpoint")
         if step is not None:
             return self._resume_from(step)
         steps = group.from_first(self.store.steps())

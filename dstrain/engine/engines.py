@@ -22,6 +22,7 @@ from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, full_shape
 from dstrain.engine.settings import for_deepspeed, offloads_optimizer, stage, sums_aside
 from dstrain.engine.updates import Flag
+from dstrain.ranks.phases import phases
 from dstrain.recipe import Run
 
 
@@ -36,6 +37,8 @@ class Engines(Mapping[str, Any]):
         self._engines: dict[str, Any] = {}
         self._learned: set[str] = set()               # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
+        if compiles(run) and blocks:
+            self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
         built = self._build(networks, run.seed)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
@@ -71,6 +74,7 @@ class Engines(Mapping[str, Any]):
 
     def _initialize(self, network: nn.Module, run: Run, decays: Decays, blocks: tuple[type[nn.Module], ...]) -> Any:
         import deepspeed
+        phases().at("setting up DeepSpeed's engines")
         groups = list(optimizers.groups(network, run, decays, blocks))
         allocate(network, groups, self.settings)
         optimizer = optimizers.build(groups, run, offloads_optimizer(self.settings))
@@ -99,6 +103,12 @@ class Engines(Mapping[str, Any]):
     def shapes(self, part: str) -> dict[str, torch.Size]:
         """Full shapes of a part's trained weights, by name."""
         return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
+
+    def counts(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
+        """How many weights each part trains, and below `frozen` how many networks that are not trained have."""
+        counts = {part: sum(shape.numel() for shape in self.shapes(part).values()) for part in self}
+        still = sum(full_shape(weight).numel() for network in frozen for weight in network.parameters())
+        return counts | ({"frozen": still} if still else {})
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         """Masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""

@@ -1,7 +1,11 @@
 """The beginning of a process: joins the process group, whichever launcher has started the ranks."""
 
+import io
 import os
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +13,10 @@ import torch
 
 from dstrain.engine import prepare_environment
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError
+
+_OPERATOR = "deepspeed_shm_comm"             # also the name of its folder
 
 
 def start(timeout_minutes: float = 30) -> None:
@@ -18,6 +25,7 @@ def start(timeout_minutes: float = 30) -> None:
     A rank that waits for others longer than `timeout_minutes` raises: see group.lost. ConfigError: a taken port.
     """
     prepare_environment()
+    phases().at("importing DeepSpeed")
     place = group.place()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
                       LOCAL_WORLD_SIZE=str(place.local_world))
@@ -35,8 +43,11 @@ def start(timeout_minutes: float = 30) -> None:
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)
         groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
         try:
+            if place.world > 1:
+                phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _join_anew(deepspeed.get_accelerator().communication_backend_name(), timeout)
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+            with _compiling(), redirect_stdout(io.StringIO()):   # each rank would print a line of DeepSpeed's own
+                deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise
@@ -44,6 +55,20 @@ def start(timeout_minutes: float = 30) -> None:
                               "the launcher another, deepspeed --master_port PORT ...") from None
         group.barrier()
         _unlink_buffers()
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Tells where DeepSpeed compiles its operator for exchanges on the CPU, which it has to once in an environment."""
+    module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
+    if group.device().type != "cpu" or module.exists():
+        yield
+        return
+    began = time.monotonic()
+    phases().say("compiling DeepSpeed's operator for exchanges between ranks on the CPU, once: about a minute")
+    phases().at("compiling DeepSpeed's operator, or waiting for another process that does")
+    yield
+    phases().say(f"compiled in {time.monotonic() - began:.0f} s")
 
 
 def _join_anew(backend: str, timeout: timedelta) -> None:

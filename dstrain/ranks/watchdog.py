@@ -28,8 +28,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dstrain.ranks import endings, group
+from dstrain.ranks.phases import phases
 from dstrain.ranks.presence import presence
 from dstrain.ranks.processes import identity, stopped
+from dstrain.ranks.stacks import debugged, place_of
 
 T = TypeVar("T")
 
@@ -39,8 +41,6 @@ _TICK = 1.0                                  # seconds between two looks
 _SUSPENDED = 5.0                             # seconds that a look comes late by, after which time starts over
 _SILENT = 20.0                               # seconds without a word from a rank that seems to run
 _KEY = "dstrain/stand"
-_PACKAGE = Path(__file__).parents[1]
-_DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Watchdog(AbstractContextManager):
         if before == STEP:
             self._steps.append(now - since)
         self._now = (phase, step, now)
+        phases().at(f"{phase} {step}")
 
     def each(self, batches: Iterable[T], step: int, phase: str) -> Iterator[T]:
         """The batches, each of them a phase of its own."""
@@ -130,7 +131,7 @@ class Watchdog(AbstractContextManager):
         began, last, before = 0.0, time.monotonic(), set()
         while not self._closed.wait(_TICK):
             now = time.monotonic()
-            if now - last > _TICK + _SUSPENDED or self._debugged():
+            if now - last > _TICK + _SUSPENDED or debugged(self._main):
                 self._base = now
             last = now
             phase, _, since = self._now
@@ -161,24 +162,9 @@ class Watchdog(AbstractContextManager):
             return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
         return [f"{self._name(rank)} does not answer" for rank in silent] or _behind([me, *heard.values()]), set(silent)
 
-    def _debugged(self) -> bool:
-        """Whether the main thread stands in a debugger of Python."""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None:
-            if Path(frame.f_code.co_filename).name in _DEBUGGERS:
-                return True
-            frame = frame.f_back
-        return False
-
     def _stand(self, beat: int = 0) -> Stand:
         phase, step, since = self._now
-        frame, where, waits = sys._current_frames().get(self._main), "", False
-        while frame is not None and not where:
-            path = frame.f_code.co_filename
-            waits |= "torch/distributed/" in path or "deepspeed/comm/" in path
-            if path.startswith(f"{_PACKAGE}/") and not path.endswith("ranks/group.py") or frame.f_back is None:
-                where = f"{Path(path).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-            frame = frame.f_back
+        where, waits = place_of(self._main)
         seconds = round(time.monotonic() - max(since, self._base), 1)
         return Stand(group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits,
                      beat)

@@ -227,6 +227,9 @@ class Track(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"   # auto: online with a key, offline without
     project: str = "dstrain"
     entity: str | None = None
+    tags: tuple[str, ...] = ()               # of the run in wandb, beside its name
+    group: str | None = None                 # wandb shows runs of one group together
+    notes: str | None = None                 # on the run, for a person
     tensorboard: bool = False
     artifact: bool = False                   # log the trained model to wandb at the end, as an artifact
 

@@ -15,7 +15,7 @@ from dstrain.disk import atomic
 from dstrain.recipe import ConfigError, as_text, write_errors
 from dstrain.report import metrics, pictures
 from dstrain.report.record import Record, read
-from dstrain.report.state import duration
+from dstrain.track.figures import duration
 
 _POINTS = 300_000                            # of all curves together: some 5 MB of text
 _PER_CURVE = 2000                            # two for each pixel of a wide chart
@@ -171,6 +171,10 @@ def _facts(record: Record) -> dict[str, str]:
     if record.starts:
         last = record.starts[-1]
         facts |= {name: str(last[name]) for name in ("device", "world", "host") if name in last}
+        if "commit" in last:
+            facts["code"] = str(last["commit"])[:12] + (", changed since" if last.get("dirty") else "")
+        if isinstance(weights := last.get("weights"), dict):
+            facts["weights"] = ", ".join(f"{part} {count:,}" for part, count in weights.items() if type(count) is int)
     return facts
 
 

@@ -11,7 +11,9 @@ from typing import Any
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, load
 from dstrain.report import metrics
+from dstrain.track.figures import duration
 
+_BESIDE = ("wandb: ", "report.html ")        # lines that may follow the one of a run's end
 _DEPTH = 4                                   # levels of folders in which runs are looked for
 
 
@@ -67,15 +69,14 @@ def state(folder: Path) -> State:
     step, note = latest.get("step"), last_line(folder / "log.txt")
     steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), checkpoints(folder)
     left = None
-    if run and step is not None and rate and rate > 0 and step < steps:
-        left = (steps - step) * run.batch.global_ / rate
+    if run and step is not None and rate and rate > 0 and step < steps:      # 0 seconds: the run was to end there
+        left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
     if steps is not None and step is not None and step >= steps:
         word = "complete"                                    # though it may be held until the last files are written
-    elif (held := _held(folder / ".lock")) is not False:
+    elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
         word = "running" if held else "unknown"
     else:
-        word = "stopped" if (note or "").startswith("stopped at step") else \
-            "imported" if saved == [0] and step is None else "dead"
+        word = "stopped" if _stopped(note) else "imported" if saved == [0] and step is None else "dead"
     return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
                  latest.get("loss"), rate, left, max(saved, default=None), None if when is None else time.time() - when,
                  _newest_picture(folder / "samples"), note)
@@ -102,18 +103,8 @@ def as_json(one: State) -> dict[str, Any]:
             for name, value in asdict(one).items()}
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
-    if seconds is None or not abs(seconds) < float("inf"):
-        return "-"
-    for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.{digits}f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
 def last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """The last line of a log that says something. None: there is none, or it cannot be read."""
+    """The last line of a log that says something of the run itself. None: there is none, or it cannot be read."""
     try:
         small.require_file(path)
         with open(path, "rb") as file:
@@ -121,13 +112,26 @@ def last_line(path: Path, tail: int = 1 << 14) -> str | None:
             lines = file.read(tail).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
-    return next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_BESIDE)), None)
 
 
 def checkpoints(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's folder, ascending, whole or not."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def _stopped(note: str | None) -> bool:
+    """Whether the last line of a log is the one of a run that was stopped early, see train.py (farewell)."""
+    return (note or "").startswith("stopped at step")
+
+
+def _ends(folder: Path, note: str | None) -> bool:
+    """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
+    try:
+        return _stopped(note) and (folder / "log.txt").stat().st_mtime_ns > (folder / ".lock").stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _held(lock: Path) -> bool | None:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from dstrain.disk import atomic, small
 from dstrain.disk.modes import by_umask
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run, dump, load, refusals, refused, reworded, write_errors
 from dstrain.systems import config_class
 
@@ -119,12 +120,14 @@ def claim(folder: Path, patience: float = 60.0, busy: str | None = None) -> IO[s
     Ranks of an earlier command may still be saving, so their lock is waited for. ConfigError: it is still held
     after `patience` seconds; `busy` replaces the message.
     """
+    phases().at(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
     file = _lock(folder)
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
+                os.utime(file.fileno())              # when this command began, for report/state.py
                 return file
             file.close()                             # its last holder removed the folder, and with it this file
             file = _lock(folder)

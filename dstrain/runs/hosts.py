@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run, differences
 from dstrain.runs import folders
 
@@ -31,6 +32,7 @@ def check(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     """
     if group.world() == 1:
         return
+    phases().at("comparing the machines of all ranks")
     folder, machine, code = run.directory, socket.gethostname(), _code()
     probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
     with folders.writing(folder):

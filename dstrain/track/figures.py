@@ -1,4 +1,4 @@
-"""An evaluation for a person: a table, and a plot of its curves by timestep.
+"""Figures for a person: an evaluation as a table and as a plot of its curves by timestep; a time in words.
 
 `result` is what dstrain/evaluate.py writes as JSON: figures, standard_errors {name: value}, curves {name: values by
 timestep}, timesteps, quarters {name: 4 values}; None stands for what is not finite. `vb` is special: bits per dimension
@@ -190,3 +190,13 @@ def _log(axes: Any, curves: list[list[float]]) -> None:
 
 def _numbers(values: list[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; - for None."""
+    if seconds is None or not abs(seconds) < float("inf"):
+        return "-"
+    for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.{digits}f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,10 +1,12 @@
-"""On what a command runs: for the records of a run."""
+"""On what a command runs, and by which code: for the records of a run."""
 
 import importlib.metadata
 import os
 import platform
 import socket
+import subprocess
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +18,46 @@ _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """Ranks, device, host and versions of this command; of rank 0 where machines differ."""
+    """Ranks, device, host, versions and git commit of this command; of rank 0 where machines differ."""
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     for library in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return {"world": group.world(), "device": device, "host": socket.gethostname(), "cores": os.cpu_count(),
-            "versions": {library: version for library, version in versions.items() if version}}
+            "versions": {library: version for library, version in versions.items() if version}} | commit()
+
+
+def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
+    """`commit` that is checked out of the code that runs, and whether it is `dirty`: changed since, or joined by files
+    that git neither has nor ignores. Empty where git does not know the package.
+    """
+    def git(*words: str) -> str:
+        # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
+        return subprocess.run(["git", "--no-optional-locks", "-C", package.parent, *words], check=True, timeout=10,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+
+    try:
+        git("ls-files", "--error-unmatch", f"{package.name}/__init__.py")    # else the repository is somebody else's
+        changed = git("status", "--porcelain", "--", package.name, "launch", "ds_configs")
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def memory() -> str:
+    """What this process holds, and what is free: a line for a person."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return (f"memory: rank {group.rank()} holds {torch.cuda.memory_allocated() / 1e9:.2f} GB of its GPU, on which "
+                f"{free / 1e9:.2f} of {total / 1e9:.2f} GB are free")
+    kilobytes = {}
+    with suppress(OSError):
+        for path in ("/proc/meminfo", "/proc/self/status"):
+            for name, _, value in (line.partition(":") for line in Path(path).read_text().splitlines()):
+                kilobytes[name] = value.split()[0] if value.split() else ""
+    held, free, total = (int(kilobytes.get(name, 0)) / 1e6 for name in ("VmRSS", "MemAvailable", "MemTotal"))
+    return f"memory: rank {group.rank()} holds {held:.2f} GB; {free:.2f} of {total:.2f} GB of this machine are free"
 
 
 def _processor() -> str:

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from dstrain.ranks.phases import phases
+
 
 class Page:
     """Starts `python -m dstrain.report FOLDER` every `every` steps; 0 is never. A fault becomes one note."""
 
     def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
-        self._folder, self._every, self._written, self._note = folder.absolute(), every, done, note
+        self._folder, self._every, self._note = folder.absolute(), every, note
+        self._written = self._ended_at = done        # the steps of the last page, and of the last one that was an end
         self._process: subprocess.Popen | None = None
         self._errors: IO[bytes] | None = None
         self._failed = False
@@ -24,8 +27,14 @@ class Page:
             self._start(done)
 
     def finish(self, done: int, seconds: float) -> None:
-        """Writes the page of the last step, and waits for it, and before for an earlier one, `seconds` at most."""
-        if self._every and done > self._written:
+        """Writes the page of the last step, and waits for it, and before for an earlier one, `seconds` at most.
+
+        A writer that takes longer goes on beside the end of the run; under Slurm, which ends a job's processes with its
+        last rank, the page then stays the earlier one.
+        """
+        if self._every and done > self._ended_at:
+            self._ended_at = done
+            phases().at("writing report.html")
             self._ended(seconds)
             self._start(done)
             if not self._ended(seconds):

@@ -1,15 +1,19 @@
 """Time of a run: rates for a report."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.track.flops import Utilization
 from dstrain.track.profile import Profile
+
+_REPORTS = 20                                # that tell how long the rest takes
 
 
 class Throughput:
@@ -22,19 +26,26 @@ class Throughput:
     def __init__(self, run: Run, first: int, waited: Callable[[], float], system: System | None = None,
                  precision: str = "fp32", window: tuple[int, int, int] | None = None,
                  note: Callable[[str], None] = print) -> None:
-        self._run = run
-        self._waited = waited
+        self._run, self._waited, self._note, self._first = run, waited, note, first
         self._profile = Profile(run.directory, window, first, note)
+        self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)     # steps done, and when
         self._utilization = None if system is None else Utilization(run, system, precision)
         self.begin(first)
 
     def begin(self, done: int) -> None:
-        """Begins an interval after `done` steps."""
+        """Begins an interval after `done` steps, where none of this command came before or the run has gone back."""
+        self._reports.clear()
+        self._start(done)
+
+    def _start(self, done: int) -> None:
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
 
-    def at(self, done: int) -> None:
-        """Call after each step."""
+    def at(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
+        """Call after each step, with the losses of its micro-batches by network: the first ones become a line."""
         self._profile.at(done)
+        if losses and done == self._first + 1:
+            means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
+            self._note(f"first step: {time.perf_counter() - self._begun:.1f} s, loss of {', '.join(means)}")
 
     def close(self) -> None:
         """Writes what was recorded of a run that ended meanwhile."""
@@ -62,8 +73,15 @@ class Throughput:
                    "data_wait": (self._waited() - self._waited_before) / seconds, "peak_memory_gb": _peak_memory()}
         if self._utilization is not None:
             figures |= self._utilization.figures(self._done, done, seconds)
-        self.begin(done)
-        return figures
+        self._start(done)
+        return figures | {"seconds_left": self._left(done, figures["step_seconds"])}
+
+    def _left(self, done: int, step_seconds: float) -> float:
+        """Seconds to the run's end: as the last reports went, with their saves, pictures and evaluations."""
+        self._reports.append((done, time.perf_counter()))
+        (first, then), (_, now) = self._reports[0], self._reports[-1]
+        pace = (now - then) / (done - first) if done > first else step_seconds
+        return pace * (self._run.steps - done)
 
 
 def _peak_memory() -> float:

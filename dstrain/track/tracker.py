@@ -22,19 +22,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from dstrain.disk import atomic, lines
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run, write_errors
-from dstrain.track.figures import plot_columns
-from dstrain.track.machine import machine
+from dstrain.ranks.phases import phases
+from dstrain.recipe import ConfigError, Run, dump, write_errors
+from dstrain.track.figures import duration, plot_columns
+from dstrain.track.machine import machine, memory
 from dstrain.track.meter import Meter
 from dstrain.track.page import Page
 from dstrain.track.pictures import grid, save_png
 from dstrain.track.videos import film_grid, save_gif, strip
 from dstrain.track.wandb_sink import WandbSink
 
+_PATIENCE = 5.0              # seconds that a run which was stopped early waits for its report.html
 # Figures that depend on the machine: two runs of the same steps differ in them.
 TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "seconds", "mfu", "tflops")
 
@@ -47,7 +51,8 @@ class Tracker:
     the folder cannot be written.
     """
 
-    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0) -> None:
+    def __init__(self, run: Run, folder: str | os.PathLike, *, parts: Sequence[str], resumed_step: int = 0,
+                 settings: dict[str, Any] | None = None, weights: dict[str, int] | None = None) -> None:
         if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("track.tensorboard=true needs a package: `pip install tensorboard`, or write false")
         self.folder, self._run = Path(folder), run
@@ -64,20 +69,34 @@ class Tracker:
         if sys.stderr.isatty():
             from tqdm import tqdm
             self._bar = tqdm(total=run.steps, initial=resumed_step, unit="step", dynamic_ncols=True)
+            phases().through(self._print)
+        for line in phases().logged():
+            self._write("log.txt", line + "\n")
+        facts = machine() | ({"weights": weights} if weights else {})
+        recipe, sharding = run.model_dump(mode="json", by_alias=True), {"deepspeed": settings or {}}
         if run.track.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(self.folder / "tensorboard", purge_step=resumed_step + 1)
+            for name, text in (("recipe", dump(run)), ("machine", json.dumps(facts | sharding, indent=2))):
+                self._board.add_text(name, f"```\n{text}\n```", resumed_step)
         self._wandb = WandbSink(self.folder, run.track.wandb, name=run.name, project=run.track.project,
-                                entity=run.track.entity, config=run.model_dump(mode="json", by_alias=True),
-                                note=self.note)
+                                entity=run.track.entity, tags=run.track.tags, group=run.track.group,
+                                notes=run.track.notes, config=recipe | sharding | {"machine": facts}, note=self.note)
+        if weights:
+            self.note(memory())
         if damaged or torn:
             self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
         self._page = Page(self.folder, run.every.report_page, resumed_step, self.note)
-        self._event("start", resumed_step, machine())
+        self._event("start", resumed_step, facts)
 
     def add(self, part: str, terms: dict[str, Tensor]) -> None:
         """Terms of one micro-batch of `part`, see Meter; never waits for the device."""
         self._meter.add(part, terms)
+
+    def at(self, done: int) -> None:
+        """Moves the progress bar, where there is one, to `done` steps."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
 
     def report(self, done: int, figures: dict[str, float]) -> None:
         """Writes one line: means since the last report, and the figures, as of `done` steps."""
@@ -87,9 +106,8 @@ class Tracker:
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
         self._write("metrics.jsonl", _line({"step": done, **steady, "timing": timing | {"time": time.time()}}))
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
         self.note(self._readable(done, values))
+        phases().settle()
         self._send({f"train/{name}": value for name, value in steady.items()}
                    | {f"timing/{name}": value for name, value in timing.items()}, done)
         self._page.at(done)
@@ -110,6 +128,9 @@ class Tracker:
                 self._fault(path.parent.name, error)
                 return
             self._wandb.media(f"held_out/{name}", path, done)
+            if self._board is not None:
+                with Image.open(path) as plot:
+                    self._board.add_image(f"held_out/{name}", np.asarray(plot.convert("RGB")), done, dataformats="HWC")
 
     def samples(self, done: int, images: Tensor, name: str = "samples", columns: int | None = None,
                 captions: Sequence[str] | None = None) -> None:
@@ -146,8 +167,7 @@ class Tracker:
             _drop_after(self.folder / "metrics.jsonl", step)
         except OSError as error:
             self._fault("metrics.jsonl", error)
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self.at(step)
 
     def holds(self, done: int) -> tuple[bool, bool]:
         """Whether pictures and held-out figures of a step are written already; on all ranks together."""
@@ -173,9 +193,12 @@ class Tracker:
             self._wandb.artifact(self._run.name, folder, done)
 
     def finish(self, done: int) -> None:
-        """Writes report.html of a run that is complete, and waits for it, but not so long that it looks hung."""
+        """Writes report.html of a run that ends, and waits for it: not so long that it looks hung, and where it was
+        stopped early not so long that whoever stopped it loses patience.
+        """
         if self._first:
-            self._page.finish(done, min(60.0, 15 * self._run.faults.timeout_minutes))
+            self._page.finish(done, min(60.0 if done == self._run.steps else _PATIENCE,
+                                        15 * self._run.faults.timeout_minutes))
 
     def note(self, text: str) -> None:
         """Prints a line and writes it to log.txt, on rank 0."""
@@ -192,9 +215,10 @@ class Tracker:
 
     def _readable(self, done: int, values: dict[str, float]) -> str:
         """One line for a person, without the means by quarter of the timesteps."""
-        shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                 for name, value in values.items() if name[-3:-1] != "_q")
-        return f"step {done}/{self._run.steps}  " + "  ".join(shown)
+        shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in values.items() if name[-3:-1] != "_q" and name != "seconds_left"]
+        left = [f"left {duration(values['seconds_left'])}"] if "seconds_left" in values else []
+        return f"step {done}/{self._run.steps}  " + "  ".join(shown + left)
 
     def _send(self, values: dict[str, float], done: int) -> None:
         self._wandb.log(values, done)
@@ -203,9 +227,11 @@ class Tracker:
                 self._board.add_scalar(name, value, done)
 
     def _print(self, text: str) -> None:
+        phases().heard()
+        bar = self._bar                              # which the main thread may close meanwhile
         with suppress(OSError, ValueError):          # a closed pipe or terminal ends no training
-            if self._bar is not None:
-                self._bar.write(text, file=sys.stderr)
+            if bar is not None:
+                bar.write(text, file=sys.stderr)
             else:
                 print(text, flush=True)
 

@@ -2,7 +2,9 @@
 
 A thread of its own sends entries from a bounded queue; entries that do not fit are dropped and counted. Without a key
 or a network, or after an error, wandb runs offline or not at all; it never asks a question or ends the training.
-metrics.jsonl holds everything. Steps are logged as `train/step` and never passed as step=, since wandb drops old steps.
+metrics.jsonl holds everything. Steps are logged as `train/step`. wandb's own step counts entries, through all commands
+of a run: wandb drops entries of old steps, and `wandb sync` sends those of an offline part under the numbers in its
+file, so a part that counted from 0 again would lie upon the first one.
 """
 
 import configparser
@@ -14,7 +16,7 @@ import secrets
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,20 +25,24 @@ from urllib.parse import urlparse
 from dstrain.disk import atomic
 
 _CAPACITY = 1000            # entries that wait to be sent
+_HEADER = 7                 # bytes of wandb's file before its first entry
+_RESERVED = 1000            # entries that are written down at a time
 _PROBE_SECONDS = 5.0        # for the server's first answer; the three timeouts stay below 40 s in all
 _INIT_SECONDS = 18.0        # for wandb.init online
 _FINISH_SECONDS = 10.0      # for the last uploads
 
 
 class WandbSink:
-    """One run of wandb; its id stands in folder/wandb_id and is the same after a resume.
+    """One run of wandb; its id stands in folder/wandb_id and is the same after a resume, and below it how many entries
+    there may be already.
 
     setting: the recipe's auto, online, offline or disabled; WANDB_MODE can make it quieter. note: gets the
     few lines that a person should read.
     """
 
     def __init__(self, folder: Path, setting: str, *, name: str, project: str, entity: str | None,
-                 config: dict[str, Any], note: Callable[[str], None]) -> None:
+                 config: dict[str, Any], note: Callable[[str], None], tags: Sequence[str] = (),
+                 group: str | None = None, notes: str | None = None) -> None:
         self.dropped = 0                             # entries that did not fit or were refused
         self._note = note
         self._queue: queue.Queue[Callable[[Any], None]] = queue.Queue(_CAPACITY)     # calls with the run
@@ -53,8 +59,11 @@ class WandbSink:
         try:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
-            self._arguments = dict(id=_run_id(folder), dir=str(folder), name=name, project=project, entity=entity,
-                                   config=config, resume="allow")
+            _set_empty_aside(folder / "wandb")
+            self._id, self._entries = _known(folder)
+            self._path, self._reserved = folder / "wandb_id", self._entries
+            self._arguments = dict(id=self._id, dir=str(folder), name=name, project=project, entity=entity,
+                                   tags=list(tags) or None, group=group, notes=notes, config=config, resume="allow")
         except Exception as error:
             note(f"wandb: not used: {_brief(error)}")
             return
@@ -63,12 +72,12 @@ class WandbSink:
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Logs numbers by name, as of `step`; returns at once."""
-        self._put(lambda run: run.log({"train/step": step, **values}))
+        self._put(lambda run: self._log(run, {"train/step": step, **values}))
 
     def media(self, name: str, path: Path, step: int) -> None:
         """A picture (PNG) or a video (GIF, MP4) in a file that stays where it is; returns at once."""
         kind = "Image" if path.suffix == ".png" else "Video"
-        self._put(lambda run: run.log({"train/step": step, name: getattr(self._wandb, kind)(str(path))}))
+        self._put(lambda run: self._log(run, {"train/step": step, name: getattr(self._wandb, kind)(str(path))}))
 
     @property
     def on(self) -> bool:
@@ -104,9 +113,17 @@ class WandbSink:
         except queue.Full:
             self.dropped += 1
 
+    def _log(self, run: Any, values: dict[str, Any]) -> None:
+        if self._entries >= self._reserved:          # written ahead, since a kill leaves no time to write
+            self._reserved = self._entries + _RESERVED
+            atomic.write(self._path, f"{self._id}\n{self._reserved}\n")
+        run.log(values, step=self._entries, commit=True)
+        self._entries += 1
+
     def _work(self, mode: str) -> None:
         try:
             run = self._start(mode)
+            self._entries = max(self._entries, run.step)         # of an online run that earlier versions began
         except BaseException as error:               # wandb also raises its own kinds
             self._note(f"wandb: could not start: {_brief(error)}")
             run = None
@@ -126,6 +143,7 @@ class WandbSink:
         try:
             if run is not None:
                 run.finish()
+                atomic.write(self._path, f"{self._id}\n{self._entries}\n")
                 self._wandb.teardown()               # waits until wandb's own process has closed the run's file
         except BaseException as error:
             self._note(f"wandb: could not finish: {_brief(error)}")
@@ -194,13 +212,21 @@ def _probe(url: str) -> None:
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
 
 
-def _run_id(folder: Path) -> str:
+def _set_empty_aside(folder: Path) -> None:
+    """Renames parts of an offline run in which kill -9 has left no entry: with one `wandb sync` sends none of them."""
+    for path in folder.glob("offline-run-*/*.wandb"):
+        if path.stat().st_size <= _HEADER:
+            path.parent.rename(folder / path.parent.name.replace("offline-run-", "empty-run-", 1))
+
+
+def _known(folder: Path) -> tuple[str, int]:
+    """The run's id and the number of its next entry; a fresh id is written down."""
     path = folder / "wandb_id"
-    if path.is_file() and (known := path.read_text().strip()):
-        return known
+    if path.is_file() and (words := path.read_text().split()):
+        return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0
     fresh = secrets.token_hex(4)
     atomic.write(path, fresh + "\n")
-    return fresh
+    return fresh, 0
 
 
 def _brief(error: BaseException) -> str:

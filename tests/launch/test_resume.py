@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from dstrain import __version__
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.manifest import manifest
 from tests.support.launch import command, launch
+from tests.support.launch import wait_for as appears
 from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
                                 train, wait_for, wait_for_end)
 
@@ -122,9 +124,11 @@ def test_complete_run_and_more_steps(undisturbed):
 
 
 def test_signal_to_a_rank(tmp_path):
-    """Oracle: the documented exit code 75 and a checkpoint of the step that the log names."""
-    folder = tmp_path / "run"
-    process = begin(train(folder, 2, "steps=100000", "every.save=50", launcher=True), tmp_path / "log")
+    """Oracle: the documented exit code 75, a checkpoint of the step that the log names, and a page that says so, though
+    no page was due; the lines of a beginning, in the order of what is done.
+    """
+    folder, words = tmp_path / "run", ("steps=100000", "every.save=50", "every.report_page=1000000")
+    process = begin(train(folder, 2, *words, launcher=True), tmp_path / "log")
     wait_for(folder / "checkpoints" / "step_00000050", process, tmp_path / "log")
     os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
     assert process.wait(60) == 75
@@ -132,5 +136,14 @@ def test_signal_to_a_rank(tmp_path):
     at = int((folder / "saved").read_text())
     log = (folder / "log.txt").read_text()
     assert f"stopped at step {at} " in log
+    appears(folder / "report.html")                  # it may be written beside the end
+    assert f"step {at} is saved" in (folder / "report.html").read_text()
+    output = (tmp_path / "log").read_text()
+    beginning = (f"dstrain {__version__}: rank 0 of 2", "tiny: dit, 100,000 steps of 8 samples", "data: builtin:fashion",
+                 "weights: denoiser ", "begins at step 1 of 100000", "memory: rank 0 holds", "first step: ", "step 5/")
+    places = [output.find(f"\n{line}") for line in beginning]
+    assert -1 not in places and places == sorted(places), output[:3000]
+    assert all(output.count(f"\n{line}") == 1 for line in beginning[:-1])     # by rank 0 alone
+    assert [line for line in beginning[:-1] if line not in log] == []
     assert (folder / "checkpoints" / f"step_{at:08d}" / "manifest.json").exists()
     assert torch.isfinite(read_weights(folder / "checkpoints" / f"step_{at:08d}", "denoiser")["pos_embed"]).all()

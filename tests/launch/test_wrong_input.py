@@ -50,6 +50,7 @@ def launch(arguments, monkeypatch, capsys, **environment):
     return here("train.py", arguments, monkeypatch, capsys, **environment)
 
 
+GREETING = r"dstrain [\d.]+: rank \d of \d, process \d+ on \S+, Python 3\.\d+\.\d+\n"
 WRONG = {
     # overrides
     "bare key": (["lr=1e-3"], "lr: there is no such key (did you mean optimizer.lr?)"),
@@ -157,14 +158,14 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_input_is_named_with_its_remedy(folder, monkeypatch, capsys, case):
-    """Oracle: the fault put in; exit code 2, the message on stderr alone, and nothing left behind."""
+    """Oracle: the fault put in; exit code 2, the message on stderr, after the first line alone, and nothing left behind."""
     arguments, expected = WRONG[case]
     if case == "fp16 on CPU":
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = sorted(folder.rglob("*"))
     code, out, err = launch(arguments, monkeypatch, capsys)
     assert code == 2 and expected in err, err
-    assert "Traceback" not in err and not out and sorted(folder.rglob("*")) == before
+    assert "Traceback" not in err and re.fullmatch(GREETING, out) and sorted(folder.rglob("*")) == before
     assert max(map(len, err.splitlines())) < 400
 
 
@@ -257,7 +258,8 @@ def test_a_real_process(folder, arguments):
     if "fp16.json" in arguments and __import__("torch").cuda.is_available():
         pytest.skip("fp16 is right on a GPU")
     done, _ = run([sys.executable, str(SCRIPT), *arguments], folder)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.startswith("train.py: ") and not done.stdout
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.startswith("train.py: ")
+    assert re.fullmatch(GREETING, done.stdout)
 
 
 def test_dry_run_and_print_config_of_a_real_process(folder):

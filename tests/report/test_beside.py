@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dstrain.track import machine
 from dstrain.track.page import Page
 from tests.report.folder import made
 
@@ -26,6 +27,7 @@ def test_it_is_written_when_it_is_due(tmp_path):
     page.at(8)                                                   # the first one is at work still, or has just ended
     page.finish(9, seconds=300)
     assert first.returncode == 0 and notes == [] and "</html>" in report.read_text() and states() == before
+    assert machine.commit().get("commit", "")[:12] in report.read_text()
     written = report.stat().st_mtime_ns
     page.finish(9, 300)                                               # nothing new: a run that was complete already
     Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)    # never

@@ -1,14 +1,18 @@
 """launch/watch.py: where runs stand."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 
+from dstrain.report import state
 from dstrain.runs import folders
 from tests.report.folder import made
 from tests.support.launch import ROOT, environment, here
+
+STOPPED = "stopped at step 32 (SIGTERM), step 32 is saved\nwandb: not finished after 15 s\n"
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
@@ -19,7 +23,9 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         shutil.copytree(runs / "complete", runs / "more" / name)
         text = (runs / "complete" / "run.yaml").read_text().replace("steps: 32", "steps: 64")
         (runs / "more" / name / "run.yaml").write_text(text)
-    (runs / "more" / "stopped" / "log.txt").write_text("stopped at step 32 (SIGTERM), step 32 is saved\n")
+    (runs / "more" / "stopped" / "log.txt").write_text(STOPPED)
+    with open(runs / "more" / "running" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 32, "timing": {"seconds_left": 77.5}}) + "\n")
     (runs / "more" / "dead" / "log.txt").write_text("the gradient is not finite\n\n")
     for path in (runs / "more" / "rubbish").iterdir():
         if path.is_file():
@@ -32,12 +38,19 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         code, out, _ = here("watch.py", [runs, "--json"], monkeypatch, capsys)
         _, shown, _ = here("watch.py", [runs], monkeypatch, capsys)
     states = {one["run"]: one for one in json.loads(out)}
+    stopped = runs / "more" / "stopped"
+    for later, word in ((1, "stopped"), (-1, "running")):    # the command that said so holds it still; the next one does
+        with folders.claim(stopped):
+            when = (stopped / ".lock").stat().st_mtime + later
+            os.utime(stopped / "log.txt", (when, when))
+            assert state.state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
         "complete": "complete", "imported": "imported", "running": "running", "stopped": "stopped", "dead": "dead",
         "rubbish": "dead"}
     running = states["running"]
     assert (running["step"], running["steps"], running["checkpoint"]) == (32, 64, 24)
-    assert running["seconds_left"] == 32 * 4 / 2.0               # samples that are left, by their rate
+    assert running["seconds_left"] == 77.5
+    assert states["dead"]["seconds_left"] == 32 * 4 / 2.0        # without that figure: samples that are left, by their rate
     assert running["picture"] == str(runs / "more" / "running" / "samples" / "step_00000032.png")
     lines = shown.splitlines()
     assert "32 of 64" in lines[5] and lines[5].startswith("running") and lines[-2] == "dead: the gradient is not finite"

@@ -69,6 +69,32 @@ def test_paused_time_is_left_out(hands):
     assert made.figures(2)["samples_per_second"] == 32
 
 
+def test_the_time_left(hands):
+    """Oracle: by hand: the steps that are left at 0.5 s each; then at the 2 s of the last reports, pauses included."""
+    made = throughput(hands)
+    steps = made._run.steps
+    hands.now += 5
+    assert made.figures(10)["seconds_left"] == 0.5 * (steps - 10)
+    with made.paused():
+        hands.now += 15
+    hands.now += 5
+    assert made.figures(20)["seconds_left"] == 2 * (steps - 20)
+    made.begin(15)                                           # the run went back
+    hands.now += 15
+    assert made.figures(20)["seconds_left"] == 3 * (steps - 20)
+    assert made.figures(steps)["seconds_left"] == 0
+
+
+def test_the_first_step_is_told(hands):
+    """Oracle: one line, of the first step of this command, with the mean of its micro-batches by hand."""
+    lines: list[str] = []
+    made = Throughput(recipe.load(None, []), 7, lambda: 0.0, note=lines.append)
+    hands.now += 2
+    for done in (8, 9):
+        made.at(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
+    assert lines == ["first step: 2.0 s, loss of a 1.5, b 3"]
+
+
 def test_no_time_at_all(hands):
     """Oracle: a clock that stands still divides by nothing."""
     assert throughput(hands).figures(1)["samples_per_second"] > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
+from dstrain import recipe
 from dstrain.recipe import Run, Track
 from dstrain.track.pictures import grid
 from dstrain.track.tracker import Tracker, read_metrics
@@ -167,6 +168,7 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch, capsys):
     """Oracle: the line and the bar's share and count written by hand; nothing on stdout."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     track = tracker(tmp_path, 4)
+    track.at(10)
     track.report(10, {"lr": 1e-4})
     track.close()
     printed = capsys.readouterr()
@@ -231,14 +233,21 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
 
 
 def test_tensorboard_holds_the_curves(tmp_path):
-    """Oracle: tensorboard's own EventAccumulator: step and value of a scalar, step of a picture."""
+    """Oracle: tensorboard's own EventAccumulator: steps and values of scalars, steps of pictures, the recipe as YAML."""
     pytest.importorskip("tensorboard", reason="tensorboard is optional and not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     track = tracker(tmp_path,
                     run=RUN.model_copy(update={"track": Track(wandb="disabled", tensorboard=True)}))
     track.report(10, {"lr": 0.5})
+    track.scores(10, {"loss": 0.25}, {"usage": [0.5, 0.25]})
     track.samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
     track.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("held_out/loss")] == [(10, 0.25)]
+    assert events.Images("held_out/usage")[0].step == 10
+    texts = {name: events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
+             for name in ("recipe", "machine")}
+    (tmp_path / "recipe.yaml").write_text(texts["recipe"].strip("`\n"))
+    assert recipe.load(tmp_path / "recipe.yaml").steps == 20 and '"world": 1' in texts["machine"]
     assert [(e.step, e.value) for e in events.Scalars("train/lr")] == [(10, 0.5)]
     assert events.Images("samples")[0].step == 10

@@ -1,5 +1,6 @@
 """Oracle: wandb's own record of a run, read back; the clock, for what must not wait."""
 
+import json
 import os
 import signal
 import socket
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dstrain.recipe import Run, Track
 from dstrain.track import wandb_sink
 from dstrain.track.tracker import Tracker, read_metrics
 from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
 from tests.support.launch import ROOT
+from tests.support.wandb_server import served
 
 KEY = "0123456789" * 4
 PATIENCE = 300.0            # seconds, for what is only slow where the machine is loaded
@@ -46,10 +49,10 @@ class Fake:
         self.ids.append(arguments["id"])
         if self._init:
             self._init(mode)
-        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log,
+        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.log, step=0,
                                finish=lambda: self.calls.append("finish"))
 
-    def log(self, values):
+    def log(self, values, step, commit):
         if self._log:
             self._log()
         self.calls.append(values)
@@ -77,8 +80,9 @@ from dstrain.track import wandb_sink
 from dstrain.track.tracker import Tracker
 wandb_sink._INIT_SECONDS = wandb_sink._FINISH_SECONDS = patience = float(sys.argv[3])
 handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-run = Run(steps=20, track=Track(wandb=sys.argv[2]))
-track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",))
+run = Run(steps=20, track=Track(wandb=sys.argv[2], tags=["a", "b"], group="sweep", notes="a first try"))
+track = Tracker(run, Path(sys.argv[1]), parts=("denoiser",), settings={"zero_optimization": {"stage": 2}},
+                weights={"denoiser": 7})
 track.add("denoiser", {"loss": torch.tensor(0.5)})
 track.report(10, {"lr": 0.25})
 track.samples(10, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
@@ -127,6 +131,20 @@ def recorded(folder) -> list[dict]:
     return entries
 
 
+def described(folder) -> tuple[list[str], str, str, dict]:
+    """Tags, group, notes and config of the first of wandb's runs in a folder."""
+    from wandb.proto import wandb_internal_pb2
+    path = min((folder / "wandb").glob("*run-*/*.wandb"))
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            run = record.run
+            return list(run.tags), run.run_group, run.notes, {item.key: json.loads(item.value_json)
+                                                              for item in run.config.update}
+    raise AssertionError("no run is described")
+
+
 def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     """Oracle: the values reported, in wandb's own files; one id in the names of the runs of two processes."""
     folder = tmp_path / "run"
@@ -134,10 +152,15 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
         done = really(folder)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "" and "no API key" not in done.stdout     # it was not asked for
-    known = (folder / "wandb_id").read_text().strip()
+    known = (folder / "wandb_id").read_text().split()[0]
     runs = [path.name for path in (folder / "wandb").glob("offline-run-*")]
     assert runs and all(name.endswith(known) for name in runs)
     entries = recorded(folder)
+    tags, group, notes, config = described(folder)
+    assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
+    assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
+    assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
     assert (train["train/loss"], train["train/lr"], train["train/step"]) == ("0.5", "0.25", "10")
     assert any(entry.get("held_out/loss") == "0.125" for entry in entries)
@@ -183,7 +206,7 @@ track.close()
 @pytest.mark.slow
 def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path):
     """Oracle: the steps reported: each once in wandb's own files, under one id, but those after the kill -9 of its
-    service; metrics.jsonl holds all. Then wandb's own command, which has to see these files as one run.
+    service; metrics.jsonl holds all. Then wandb's own command sends these files to a server as one history, without a gap.
     """
     folder, out = tmp_path / "run", []
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB__SERVICE_WAIT": f"{PATIENCE:g}"}
@@ -193,17 +216,23 @@ def test_a_resumed_run_is_one_history_and_a_killed_service_ends_nothing(tmp_path
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         out.append(done.stdout)
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
-    steps = [int(entry["train/step"]) for entry in recorded(folder)]
+    steps = [int(entry["train/step"]) for entry in recorded(folder) if "train/step" in entry]
     assert len(steps) == len(set(steps)) and {1, 2, 3, 7, 8, 9} <= set(steps) <= {1, 2, 3, 4, 7, 8, 9}
     assert "training goes on" in out[1] and "entries were not logged; metrics.jsonl holds all" in out[1]
     assert "not logged" not in out[0] + out[2]
-    known = (folder / "wandb_id").read_text().strip()
+    known = (folder / "wandb_id").read_text().split()[0]
     names = sorted(path.name for path in (folder / "wandb").glob("offline-run-*"))
-    assert len(names) == 3 and all(name.endswith(known) for name in names)
-    plan = subprocess.run([sys.executable, "-m", "wandb", "sync", "--dry-run", *(f"run/wandb/{name}" for name in names)],
-                          env=env | {"WANDB_SILENT": "false"}, cwd=tmp_path, text=True, timeout=2 * PATIENCE,
-                          capture_output=True)
-    assert plan.returncode == 0 and all(name in plan.stdout + plan.stderr for name in names), plan
+    empty = list((folder / "wandb").glob("empty-run-*"))     # where the killed service had written nothing yet
+    assert len(names) + len(empty) == 3 and all(name.endswith(known) for name in names)
+    with served() as (address, histories):
+        done = subprocess.run([sys.executable, "-m", "wandb", "sync", "--yes", *(f"run/wandb/{name}" for name in names)],
+                              env=env | {"WANDB_SILENT": "false", "WANDB_BASE_URL": address, "WANDB_API_KEY": KEY},
+                              cwd=tmp_path, text=True, timeout=2 * PATIENCE, capture_output=True)
+    assert done.returncode == 0, done
+    assert list(histories) == [known], done
+    assert [line["train/step"] for line in histories[known]] == steps
+    numbers = [line["_step"] for line in histories[known]]       # by which wandb tells its lines apart
+    assert numbers == sorted(set(numbers)) and numbers[:3] == [0, 1, 2]
 
 
 def closed_port() -> int:
