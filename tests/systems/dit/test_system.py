@@ -105,7 +105,7 @@ def test_unconditional():
 def test_requests_that_do_not_fit():
     """Oracle: a ValueError that names the choices."""
     nets = build().networks()
-    with pytest.raises(ValueError, match="none of ddpm, ddim"):
+    with pytest.raises(ValueError, match="none of dpm.*, ddpm, ddim"):
         build().sample(nets, Request(seeds=torch.arange(1), sampler="euler"))
     with pytest.raises(ValueError, match="none of euler, heun"):
         build(objective="flow").sample(nets, Request(seeds=torch.arange(1), sampler="ddim"))
