@@ -125,7 +125,7 @@ class FlowMatching:
             velocity = self.velocity(network, x, grid[step].expand(len(x)))
             eps = x + (1 - t) * velocity
             x = x - length * velocity
-            if step < len(times) - 2:
+            if eta and step < len(times) - 2:
                 x = x - 0.5 * eta * length * eps + math.sqrt(eta * t * length) * noise(step)
         return x
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.diffusion import flow, samplers, schedule
+from dstrain.diffusion import flow, flow_likelihood, samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
@@ -87,17 +87,18 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim of the whole bound with every label in place, see measured_bits; else the terms of `evaluate`.
-
-        Only diffusion over 8-bit pixels has a likelihood here. ConfigError: num_steps without a chain to shorten.
+        """Bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over them by
+        its ODE; else the terms of `evaluate`. ConfigError: num_steps of a model of latents.
         """
-        if self.config.objective == "diffusion" and self.models_pixels():
-            y = self._labels(example, example["x_start"])
+        if self.models_pixels():
+            y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
             network = lambda x_t, t: nets["denoiser"](x_t, t, y)
-            return measured_bits(self.diffusion, network, example["x_start"], example["key"], num_steps, progress)
+            process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
+            terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
+            return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
         if num_steps is not None:
-            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only diffusion over pixels is "
-                              "measured along a chain; this model's terms take none, so leave num_steps out")
+            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only models of pixels are measured "
+                              "along a chain; this model's terms take none, so leave num_steps out")
         return self.evaluate(nets, example)
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
