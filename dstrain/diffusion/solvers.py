@@ -119,7 +119,8 @@ def _gain(here: Level, there: Level) -> float:
 
 def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
          progress: Progress = iter) -> Tensor:
-    """Heun's method in s, of second order: two calls a step, one where it begins above s = 80 or ends at data.
+    """Heun's method in s, of second order: two calls a step, but one for a first step from far above EDM's range, which
+    is of first order since s changes too much there, and one for the last.
 
     eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which begins at the higher
     level then, the nearest that the network knows.
@@ -136,7 +137,7 @@ def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, et
         x_start = denoise(x, here)
         eps = (x - here.alpha * x_start) / here.sigma                     # dy / ds, where y = x / alpha
         x = there.alpha * x_start + there.sigma * eps
-        if there.sigma and here.s <= LARGEST_NOISE:
+        if there.sigma and here.s <= 2 * LARGEST_NOISE:
             other = (x - there.alpha * denoise(x, there)) / there.sigma
             x = x + there.alpha * (there.s - here.s) / 2 * (other - eps)
     return x

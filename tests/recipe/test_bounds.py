@@ -27,6 +27,7 @@ DEFAULTS = {
     "every.report_page": 5000,
     "save.format": "fragments", "save.keep": 2, "save.keep_every": 0, "save.best": False, "save.asynchronous": True,
     "samples.num": 40, "samples.num_steps": 50, "samples.guidance_scale": 1.0, "samples.seed": 0, "samples.ema": None,
+    "samples.guidance_rescale": 0.0, "samples.guidance_interval": None, "samples.spacing": None, "samples.eta": None,
     "track.wandb": "auto", "track.project": "dstrain", "track.tensorboard": False, "track.artifact": False,
     "faults.max_skipped": 20, "faults.orphan_check": True, "faults.timeout_minutes": 30,
 }
@@ -64,6 +65,9 @@ EDGES = [
     ("samples.labels=null", "samples.labels=[]"), ("samples.prompts=[a]", "samples.prompts=[a,'']"),
     ("samples.prompts=null", "samples.prompts=[]"), ("samples.labels=[1]", "samples.labels=[1]%samples.prompts=[a]"),
     ("samples.num_steps=1", "samples.num_steps=0"), ("samples.guidance_scale=0", "samples.guidance_scale=-0.1"),
+    ("samples.guidance_rescale=1", "samples.guidance_rescale=1.1"), ("samples.eta=0", "samples.eta=-0.1"),
+    ("samples.guidance_interval=[1,1]", "samples.guidance_interval=[1,0.9]"),
+    ("samples.spacing=karras", "samples.spacing=karas"), ("samples.guidance_interval=null", "samples.guidance_interval=[1]"),
     ("ema.decays=[0.5]%samples.ema=0.5", "ema.decays=[0.5]%samples.ema=0.6"),
     (f"data.path={'x' * 255}", f"data.path={'x' * 256}"), ("faults.hang_factor=0.0", "faults.hang_factor=0.5"), ("faults.hang_factor=1", "faults.hang_factor=0.999"),
     ("seed=9223372036854775807", "seed=9223372036854775808"),
