@@ -208,8 +208,8 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
 
 def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
     if not system.inverts:
-        raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave it "
-                          "out")
+        raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave "
+                          "it out")
     if options.low_res is not None or options.then:
         raise ConfigError("--invert draws the pictures of one run again: leave out --low-res and --then")
     images = read_pictures(options.invert, run.data.channels)

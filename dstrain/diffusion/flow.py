@@ -69,7 +69,7 @@ class FlowMatching:
 
     def sample(self, network: Network, x: Tensor, noise: Noise, sampler: str, num_calls: int,
                spacing: str | None = None, eta: float | None = None, progress: Progress = iter) -> Tensor:
-        """x_start from noise x by the sampler of that name, one of SAMPLERS, with at most so many calls (2 at least)."""
+        """x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network (heun: 2)."""
         eta = eta_of(sampler, eta)
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
         grid = self.grid(num_steps, x, spacing)
@@ -116,8 +116,8 @@ class FlowMatching:
                    progress: Progress = iter) -> Tensor:
         """x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
 
-        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, whose
-        w score = -eta eps. The last step adds no noise.
+        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, so
+        that w score = -eta eps. The last step adds no noise.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):

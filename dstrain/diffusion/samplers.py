@@ -56,8 +56,8 @@ SAMPLERS = (*SOLVERS, *CHAINS)                    # names, the usual one last
 def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None) -> list[int]:
     """The timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
-    spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as for
-    ddpm; karras for solvers, which it suits best. ConfigError: the chain has fewer.
+    spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
+    for ddpm; karras for solvers, which it suits best. ConfigError: the chain has fewer.
     """
     total, count = diffusion.num_timesteps, steps_of(sampler, num_calls)
     if spacing is None and sampler in SOLVERS:
@@ -83,8 +83,7 @@ def sample(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noi
 
 def invert(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, sampler: str, timesteps: Sequence[int],
            eta: float | None = None) -> Tensor:
-    """The noise that `sample` with these arguments maps to about x_start. ConfigError: only ddim without noise is a map.
-    """
+    """The noise that `sample` with these arguments maps to about x_start. ConfigError: a sampler that draws noise."""
     if sampler != "ddim" or eta:
         raise ConfigError(f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim "
                           "with eta 0")

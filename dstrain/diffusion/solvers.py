@@ -1,8 +1,8 @@
 """Solvers from noise to data in few steps: DPM-Solver++ (2M and its SDE), UniPC, and EDM's Heun, with or without churn.
 
-Notation: x = alpha x_start + sigma eps at a noise level; s = sigma / alpha is its noise, lambda = -log s (half the log of
-the signal-to-noise ratio), h the step in lambda. A solver walks down `levels`, from noise to data (alpha 1, sigma 0),
-where the last step is the prediction itself. Both ends may be infinite in s or lambda: pure noise is alpha 0.
+Notation: x = alpha x_start + sigma eps at a noise level; s = sigma / alpha is its noise, lambda = -log s (half the log
+of the signal-to-noise ratio), h the step in lambda. A solver walks down `levels`, from noise to data (alpha 1, sigma
+0), where the last step is the prediction itself. Both ends may be infinite in s or lambda: pure noise is alpha 0.
 
 All coefficients are numbers of the host in float64. A level is the same for the whole batch, so that every rank calls
 the network equally often, whatever the data are. The i-th draw of noise, i = 0, 1, ..., belongs to step i.
@@ -78,7 +78,7 @@ def dpmpp(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, e
 
 def unipc(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
           progress: Progress = iter) -> Tensor:
-    """UniPC-2: a predictor of second order, which is 2M, corrected to third by the call of the next step. One call each.
+    """UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next step. One call a step.
     """
     known: list[tuple[float, Tensor]] = []        # lambda and x_start of the last two levels, the newer one last
     x_before = x

@@ -201,8 +201,8 @@ class Samples(Section):
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)), "samples.prompts="
              f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none"),
-            (self.guidance_interval and self.guidance_interval[0] > self.guidance_interval[1], "samples.guidance_interval="
-             f"{list(self.guidance_interval or ())}: write the lower noise level first"),
+            (self.guidance_interval and self.guidance_interval[0] > self.guidance_interval[1],
+             f"samples.guidance_interval={list(self.guidance_interval or ())}: write the lower noise level first"),
             (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
         )
         return self

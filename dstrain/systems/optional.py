@@ -90,8 +90,8 @@ class Sampling:
         for name in CHOICES:
             value = getattr(samples, name)
             if value != getattr(usual, name) and name not in self.sampling:
-                raise ConfigError(f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} does "
-                                  "not read it; leave it out")
+                raise ConfigError(f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} "
+                                  "does not read it; leave it out")
 
     def require_guide(self, other: Any) -> None:
         """ConfigError: the networks of the system `other`, as `guide` in `nets`, cannot guide this one's samples."""

@@ -113,7 +113,8 @@ def test_against_diffusers(solver, scheduler, options, steps):
     timesteps = samplers.timesteps_of(CHAIN, solver, 2 * steps - 1 if solver == "heun" else steps, "trailing")
     assert sorted({int(t) for t in theirs.timesteps}) == timesteps
     x = randn(0).float()
-    ours = samplers.sample(CHAIN, lambda x, t: predict(int(t[0]), x), x, lambda i: randn(i + 1).float(), solver, timesteps)
+    network, draws = lambda x, t: predict(int(t[0]), x), lambda i: randn(i + 1).float()
+    ours = samplers.sample(CHAIN, network, x, draws, solver, timesteps)
     scale = x.new_tensor(float(theirs.init_noise_sigma)) if solver == "heun" else 1.0
     if solver == "heun":                          # there the start has the deviation of the noise alone
         x = x / CHAIN.tables["sqrt_alphas_cumprod"][timesteps[-1]].float() / scale
