@@ -8,10 +8,12 @@ import torch
 from dstrain import rng, systems
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.solvers import ETAS
+from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from dstrain.systems.dit import Config
 from dstrain.systems.dit.network import DiT, SIZES
+from tests.support import gloo
 
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
         "num_classes": 10}
@@ -135,6 +137,22 @@ def test_a_picture_belongs_to_its_seed(objective, sampler):
     for i, seed in enumerate((3, 4, 7)):
         alone = system.sample({"denoiser": network}, request([seed]))[0]
         assert int((alone.int() - together[i].int()).abs().max()) <= 1
+
+
+def pictures_of_all_samplers(rank=0):
+    """What each sampler of diffusion and of flows draws for five seeds, two at a time."""
+    drawn = []
+    for objective, names in (("diffusion", samplers.SAMPLERS), ("flow", flow.SAMPLERS)):
+        system = build(objective=objective, learn_sigma=False)
+        nets = {"denoiser": random(system.networks()["denoiser"])}
+        drawn += [draw_all(system, nets, Request(torch.arange(5), {}, 4, name, 1.5), 2) for name in names]
+    return torch.stack(drawn).numpy()
+
+
+def test_pictures_on_two_ranks(tmp_path):
+    """Oracle: one process alone, byte for byte: the calls are of the same chunks."""
+    alone = pictures_of_all_samplers()
+    assert all((pictures == alone).all() for pictures in gloo.run(tmp_path, pictures_of_all_samplers))
 
 
 def test_what_guides():
