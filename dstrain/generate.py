@@ -24,8 +24,7 @@ from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
-from dstrain.systems.base import Request, System
-from dstrain.systems.optional import CHOICES
+from dstrain.systems.base import CHOICES, Request, System
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def generate(options: GenerateOptions) -> Path:
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _length(options, run, system)
     images = _begin(options, first, then, clip)
-    guide = options.guide and _guide(*options.guide, system)
+    guide = options.guide and _guide(options, run, system)
     dtype = dtype_of(options.precision)
     runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
     if guide:
@@ -100,8 +99,11 @@ def generate(options: GenerateOptions) -> Path:
     return out
 
 
-def _guide(folder: Path, weights: float | str | None, system: System) -> tuple[Opened, dict[str, Any]]:
-    """The run that guides, and which of its weights. ConfigError: it cannot guide this system."""
+def _guide(options: GenerateOptions, run: Run, system: System) -> tuple[Opened, dict[str, Any]]:
+    """The run that guides, and which of its weights. ConfigError: it cannot guide this system, or guidance is off."""
+    folder, weights = options.guide
+    if (run.samples.guidance_scale if options.guidance_scale is None else options.guidance_scale) == 1:
+        raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
     guide = _open(folder)
     with reworded(f"--guide {folder}: "):
         system.require_guide(guide[2])
@@ -119,18 +121,19 @@ def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: R
                       frames_of_scenes(options.scenes, clip) if options.scenes else None, options.pngs,
                       options.formats or FORMATS, options.fps)
         files = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
-        pictures, errors = request.conditions.get("invert"), []
+        pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
         while numbers is not None:
             files.add(numbers, samples)
             if pictures is not None:
-                errors.append(samples.float() - pictures[numbers].float())
+                error = samples.double() - pictures[numbers].double()
+                errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))
             bar.update(len(numbers))
             numbers, samples = next(rounds, (None, None))
     files.close()
-    if errors and group.rank() == 0:
-        error = torch.cat(errors)
-        noise = 10 * math.log10(255 ** 2 / max(error.square().mean().item(), 1e-9))
-        print(f"--invert: pictures come back to {error.abs().mean().item():.3g} of 255 on average, PSNR {noise:.1f} dB")
+    if pictures is not None and group.rank() == 0:
+        distance, squares = (errors / options.num).tolist()
+        psnr = 10 * math.log10(255 ** 2 / max(squares, 1e-9))
+        print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
 
 
 def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:

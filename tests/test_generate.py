@@ -168,3 +168,5 @@ def test_guide(tiny, tmp_path):
     (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
     with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
         generate(GenerateOptions(tiny, guide=(other, None), **words))
+    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
+        generate(GenerateOptions(tiny, guide=(tiny, None), guidance_scale=1.0, **words))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
 from dstrain.diffusion.likelihood import mean_flat
-from dstrain.diffusion.schedule import karras
-from dstrain.diffusion.solvers import DATA, SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.diffusion.schedule import LARGEST_NOISE, karras
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
 from dstrain.recipe import ConfigError
 
 SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")    # names, the usual one last
@@ -63,7 +63,7 @@ class FlowMatching:
     def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
         """Sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
         if spacing == "karras":                   # pure noise, then ever denser in t / (1 - t)
-            inner = [1 / (1 + 1 / s) for s in karras(num_steps - 1, _LOWEST, 80.0)]
+            inner = [1 / (1 + 1 / s) for s in karras(num_steps - 1, _LOWEST, LARGEST_NOISE)]
             return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
         return self._shifted(torch.linspace(1, 0, num_steps + 1, dtype=like.dtype, device=like.device))
 
@@ -78,7 +78,7 @@ class FlowMatching:
         if sampler in ("euler", "heun"):
             return self.integrate(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
-        levels = [*map(denoise.level, grid[:-1].tolist()), DATA]
+        levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
         return solve(sampler, denoise, levels, x, noise, eta, progress)
 
     def invert(self, network: Network, x_start: Tensor, sampler: str, num_calls: int,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, at_boundary
-from dstrain.diffusion.solvers import DATA, SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
 from dstrain.recipe import ConfigError
 
 
@@ -77,7 +77,7 @@ def sample(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noi
         return CHAINS[sampler](diffusion.over(timesteps), network, x, noise, clip_denoised=clip_denoised,
                                progress=progress, **arguments)
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
-    levels = [*map(denoise.level, reversed(timesteps)), DATA]
+    levels = [*map(denoise.level, reversed(timesteps)), Level.data()]
     return solve(sampler, denoise, levels, x, noise, eta, progress)
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dstrain.recipe import ConfigError, Samples
-from dstrain.systems.base import Request, System
-from dstrain.systems.optional import CHOICES
+from dstrain.systems.base import CHOICES, Request, System
 
 
 def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,

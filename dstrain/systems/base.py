@@ -33,10 +33,11 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor, nn
 
 from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
-from dstrain.systems.optional import Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
+from dstrain.systems.optional import CHOICES, Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
-__all__ = ["Batch", "Example", "Kind", "Loss", "Nets", "Progress", "Request", "System", "SystemConfig", "Terms"]
+__all__ = ["CHOICES", "Batch", "Example", "Kind", "Loss", "Nets", "Progress", "Request", "System", "SystemConfig",
+           "Terms"]
 
 
 class SystemConfig(Section):

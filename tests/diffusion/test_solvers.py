@@ -8,7 +8,7 @@ from diffusers import DPMSolverMultistepScheduler, HeunDiscreteScheduler, UniPCM
 
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.solvers import DATA, ETAS, SOLVERS, Level, solve, steps_of
+from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, solve, steps_of
 
 MEAN, STD = 0.3, 0.2                              # of the data
 CHAIN = GaussianDiffusion(torch.linspace(1e-4, 0.02, 700), prediction="x_start", variance="fixed_small")
@@ -71,7 +71,7 @@ def test_orders(solver, order):
 @pytest.mark.parametrize("solver, eta", [("dpm++sde", 1.0), ("dpm++sde", 0.5), ("edm", 1.0), ("edm", 0.3)])
 def test_stochastic_solvers_keep_the_distribution(solver, eta):
     """Oracle: mean and deviation of the data, within what 20,000 samples and 100 steps leave."""
-    levels = [*levels_of(100, 30.0, 0.01), DATA]
+    levels = [*levels_of(100, 30.0, 0.01), Level.data()]
     drawn = []
     def noise(i):
         drawn.append(i)
@@ -84,7 +84,7 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
 
 def test_edm_is_algorithm_2():
     """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha."""
-    levels, model = [*levels_of(12, 60.0, 0.02), DATA], Exact()
+    levels, model = [*levels_of(12, 60.0, 0.02), Level.data()], Exact()
     x = randn(0)
     y, steps = x / levels[0].alpha, len(levels) - 1
     exact = lambda y, s: denoised(y, 1.0, s)

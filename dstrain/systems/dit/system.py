@@ -21,11 +21,10 @@ from dstrain.encoders.autoencoder import Autoencoder, draw
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples
-from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
+from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, DiTBlock
-from dstrain.systems.optional import CHOICES
 
 
 class DiTSystem(System):

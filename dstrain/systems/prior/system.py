@@ -23,8 +23,7 @@ from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError, Samples
-from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
-from dstrain.systems.optional import CHOICES
+from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
