@@ -4,9 +4,11 @@ Runs can be chained: the pictures of the first are what the next one begins from
 from given frames, and scene after scene, see drawing/scenes.py. drawing/files.py writes the files.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
-from dstrain.systems.base import Request, System
+from dstrain.systems.base import CHOICES, Request, System
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class GenerateOptions:
     num_steps: int | None = None               # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
+    guidance_rescale: float | None = None      # these four: see recipe/run.py, Samples
+    guidance_interval: tuple[float, float] | None = None
+    spacing: str | None = None
+    eta: float | None = None
+    guide: tuple[Path, float | str | None] | None = None       # a run that guides, and its EMA's decay, or raw
+    invert: Path | None = None                 # pictures to carry to noise and draw again: a folder, or an .npz
     seed: int = 0                              # picture i is a function of seed + i alone
     ema: float | None = None                   # decay; None: the run's choice
     raw: bool = False                          # the training weights instead of an average
@@ -77,8 +85,11 @@ def generate(options: GenerateOptions) -> Path:
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _length(options, run, system)
     images = _begin(options, first, then, clip)
+    guide = options.guide and _guide(options, run, system)
     dtype = dtype_of(options.precision)
     runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
+    if guide:
+        runs[0].networks["guide"] = _load(*guide[0], dtype, **guide[1]).networks["denoiser"]
     scenes = _later_scenes(options, run, system)
     request, captions = _request(options, run, system, images, clip, sampler)
     out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
@@ -86,6 +97,17 @@ def generate(options: GenerateOptions) -> Path:
         _write(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
+
+
+def _guide(options: GenerateOptions, run: Run, system: System) -> tuple[Opened, dict[str, Any]]:
+    """The run that guides, and which of its weights. ConfigError: it cannot guide this system, or guidance is off."""
+    folder, weights = options.guide
+    if (run.samples.guidance_scale if options.guidance_scale is None else options.guidance_scale) == 1:
+        raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
+    guide = _open(folder)
+    with reworded(f"--guide {folder}: "):
+        system.require_guide(guide[2])
+    return guide, {"raw": True} if weights == "raw" else {"ema": weights}
 
 
 def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: Request, captions: list[str] | None,
@@ -99,11 +121,19 @@ def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: R
                       frames_of_scenes(options.scenes, clip) if options.scenes else None, options.pngs,
                       options.formats or FORMATS, options.fps)
         files = (Pictures if samples.dtype == torch.uint8 else Embeddings)(out, about)
+        pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
         while numbers is not None:
             files.add(numbers, samples)
+            if pictures is not None:
+                error = samples.double() - pictures[numbers].double()
+                errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))
             bar.update(len(numbers))
             numbers, samples = next(rounds, (None, None))
     files.close()
+    if pictures is not None and group.rank() == 0:
+        distance, squares = (errors / options.num).tolist()
+        psnr = 10 * math.log10(255 ** 2 / max(squares, 1e-9))
+        print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
 
 
 def _open(folder: Path, options: GenerateOptions | None = None) -> Opened:
@@ -162,6 +192,8 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     if options.prime is not None:
         exactly = options.prime_frames is not None
         return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
+    if options.invert is not None:
+        return _pictures_to_invert(options, run, system)
     size = run.data.image_size
     for folder, later, system in then:
         if not system.starts_from_data:
@@ -175,6 +207,20 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
             system.conditions_from(torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
         size = later.data.image_size
     return None if options.low_res is None else read_pictures(options.low_res, run.data.channels)
+
+
+def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:
+    if not system.inverts:
+        raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave "
+                          "it out")
+    if options.low_res is not None or options.then:
+        raise ConfigError("--invert draws the pictures of one run again: leave out --low-res and --then")
+    images = read_pictures(options.invert, run.data.channels)
+    if images.shape[2:] != (run.data.image_size,) * 2:
+        raise ConfigError(f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
+                          f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
+                          "size")
+    return images
 
 
 def _later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
@@ -197,11 +243,16 @@ def _request(options: GenerateOptions, run: Run, system: System, images: Tensor 
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
+    chosen = {name: getattr(options, name) for name in ("num_steps", "guidance_scale", *CHOICES)}
+    if options.invert is not None and chosen["guidance_scale"] is None:
+        chosen["guidance_scale"] = 1.0                            # guided chains come back less exactly
     with reworded(f"{option}{options.folder}: "):
         request, captions = make_request(
-            run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts, images=images,
-            num_steps=options.num_steps, sampler=sampler or None, guidance_scale=options.guidance_scale,
-            num_frames=clip and clip.frames)
+            run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,
+            images=images if options.invert is None else None, sampler=sampler or None,
+            num_frames=clip and clip.frames, **chosen)
+    if options.invert is not None:
+        request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
 
 
@@ -222,7 +273,8 @@ def _rounds(runs: list[ReadyRun], options: GenerateOptions, request: Request, sc
             conditions = {name: values[numbers] for name, values in labels.items()}
             conditions |= later.system.conditions_from(samples)
             samples = draw_all(later.system, later.networks, Request(
-                seeds, conditions, choice.num_steps, choice.sampler, choice.guidance_scale), chunk)
+                seeds, conditions, choice.num_steps, choice.sampler, choice.guidance_scale,
+                **{name: getattr(choice, name) for name in CHOICES}), chunk)
         yield numbers, samples
 
 

@@ -39,19 +39,23 @@ class TrainedRun:
 
     def sample(self, num: int = 16, *, labels: Sequence[int] | None = None, prompts: Sequence[str] | None = None,
                images: Tensor | None = None, seed: int = 0, num_steps: int | None = None, sampler: str | None = None,
-               guidance_scale: float | None = None, num_frames: int | None = None, batch: int = 16) -> Tensor:
+               guidance_scale: float | None = None, num_frames: int | None = None, spacing: str | None = None,
+               eta: float | None = None, guidance_rescale: float | None = None,
+               guidance_interval: tuple[float, float] | None = None, batch: int = 16) -> Tensor:
         """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
 
         Sample i is a function of seed + i, the same that launch/generate.py draws. labels and prompts are repeated to
         `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
-        W), the frames to go on from. None takes the choice of the recipe's `samples` section. batch: samples in one
-        call of the networks. ConfigError: the system does not take what is chosen.
+        W), the frames to go on from. None takes the choice of the recipe's `samples` section, where the other choices
+        are explained, too. batch: samples in one call of the networks. ConfigError: the system does not take what is
+        chosen.
         """
         if images is None and self.system.starts_from_data and self.system.generates:
             raise ConfigError(f"{self.folder} draws from smaller pictures: give them as images=, uint8 (N, C, H, W)")
         request, _ = make_request(self.recipe.samples, self.system, num, seed, labels=labels, prompts=prompts,
                                   images=images, num_steps=num_steps, sampler=sampler, guidance_scale=guidance_scale,
-                                  num_frames=num_frames)
+                                  num_frames=num_frames, spacing=spacing, eta=eta, guidance_rescale=guidance_rescale,
+                                  guidance_interval=guidance_interval)
         return draw_all(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:

@@ -19,7 +19,8 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of an earlier one
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
-  --sampler NAME        ddpm or ddim; euler or heun for flow matching; confidence or critic for videos (the run's)
+  --sampler NAME        ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm,
+                        and euler or sde; confidence or critic for videos (the run's)
   --guidance-scale S    classifier-free guidance, 1 is none (the run's)
   --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
@@ -27,6 +28,12 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --batch N             pictures of one rank at a time (16)
   --out DIR             where to write (RUN/generated, generated_2, ...)
   --no-pngs             only the grid and the .npz
+
+of diffusion and flow matching, explained in launch/samplers.md:
+  --spacing NAME        of timesteps: leading, trailing, linspace or karras (the sampler's); --eta E: its noise
+  --guidance-interval LO,HI    where guidance acts: noise levels sigma / alpha (all); --guidance-rescale F (0)
+  --guide RUN[:EMA]     a weaker run that guides instead of the missing label, by its average of decay EMA, or raw
+  --invert PATH         pictures that are carried to noise and drawn again: a folder, or an .npz
 
 of videos:
   --tokenizer FOLDER    what decodes their tokens (the recipe's)
@@ -59,6 +66,12 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_argument("--sampler")
     parser.add_argument("--guidance-scale", "--guidance_scale", type=arguments.scale)
+    parser.add_argument("--spacing", choices=("leading", "trailing", "linspace", "karras"))
+    parser.add_argument("--eta", type=arguments.scale)
+    parser.add_argument("--guidance-interval", "--guidance_interval", type=arguments.interval)
+    parser.add_argument("--guidance-rescale", "--guidance_rescale", type=arguments.portion)
+    parser.add_argument("--guide", type=arguments.weights)
+    parser.add_argument("--invert", type=Path)
     parser.add_weights()
     parser.add_precision()
     parser.add_argument("--batch", type=arguments.positive, default=16)

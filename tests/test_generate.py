@@ -135,3 +135,38 @@ def test_a_full_disk(tiny, tmp_path):
             generate(GenerateOptions(tiny, num=2, out=tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def drawn(out):
+    return np.load(next(out.glob("*.npz")))["arr_0"].astype(float)
+
+
+def test_invert(tiny, tmp_path, capsys):
+    """Oracle: numpy's distance between the pictures given and those that came back; what does not fit is refused."""
+    given = generate(GenerateOptions(tiny, num=3, num_steps=4, out=tmp_path / "given", pngs=False))
+    capsys.readouterr()
+    back = generate(GenerateOptions(tiny, num=3, num_steps=8, sampler="ddim", invert=given, out=tmp_path / "back",
+                                    pngs=False))
+    error = np.abs(drawn(back) - drawn(given)).mean()
+    assert f"--invert: pictures come back to {error:.3g} of 255 on average" in capsys.readouterr().out
+    for words, message in (({"sampler": "dpm++"}, "sampler=dpm.* cannot be inverted"),
+                           ({"low_res": given}, "--low-res .*takes no pictures"),
+                           ({"then": (tiny,)}, "leave out --low-res and --then")):
+        with pytest.raises(ConfigError, match=message):
+            generate(GenerateOptions(tiny, invert=given, out=tmp_path / "none", **words))
+
+
+def test_guide(tiny, tmp_path):
+    """Oracle: a run that is guided by itself draws as without guidance; another system is refused."""
+    words = {"num": 3, "num_steps": 3, "sampler": "dpm++", "pngs": False}
+    plain = generate(GenerateOptions(tiny, guidance_scale=1.0, out=tmp_path / "plain", **words))
+    guided = generate(GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9), out=tmp_path / "guided", **words))
+    assert np.abs(drawn(plain) - drawn(guided)).max() <= 1
+    run = recipe.load(tiny / "run.yaml")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
+    with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
+        generate(GenerateOptions(tiny, guide=(other, None), **words))
+    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
+        generate(GenerateOptions(tiny, guide=(tiny, None), guidance_scale=1.0, **words))

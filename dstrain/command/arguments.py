@@ -6,6 +6,7 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dstrain.disk.small import read_text
@@ -88,6 +89,30 @@ def widths(text: str) -> tuple[float, ...]:
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
     return values
+
+
+def portion(text: str) -> float:
+    """A fraction from 0 to 1."""
+    value = scale(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
+    return value
+
+
+def interval(text: str) -> tuple[float, float]:
+    """Two numbers from 0 on, the lower first, as 0.2,1.6."""
+    values = tuple(map(scale, text.split(",")))
+    if len(values) != 2 or values[0] > values[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
+    return values
+
+
+def weights(text: str) -> tuple[Path, float | str | None]:
+    """A run and which of its weights: RUN, RUN:0.995 for the average of that decay, or RUN:raw."""
+    folder, colon, name = text.rpartition(":")
+    if not colon or Path(text).is_dir():
+        return Path(text), None
+    return Path(folder), name if name == "raw" else share(name)
 
 
 def window(text: str) -> tuple[int, int, int]:

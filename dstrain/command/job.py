@@ -201,6 +201,7 @@ def _require_samples(run: Run, system: System) -> None:
     """ConfigError: the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
     samples, draws = run.samples, system.generates or not run.every.sample
     system.sampler(samples.sampler, "samples.sampler")
+    system.check_sampling(samples)
     if run.every.sample and system.generates and (problem := system.cannot_draw()):
         raise ConfigError(f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "
                           "False in the system")

@@ -1,18 +1,27 @@
-"""Flow matching on straight paths: a velocity that carries noise to data.
+"""Flow matching on straight paths: a velocity that carries noise to data, by its ODE or by an SDE of equal marginals.
 
 Notation: t in [0, 1], 0 is data and 1 is noise (the direction of Stable Diffusion 3; SiT counts the other way),
 
     x_t = (1 - t) x_start + t eps            velocity = dx_t / dt = eps - x_start
 
 Sources: Lipman et al. 2022; Liu et al. 2022 (rectified flow); Esser et al. 2024 (SD3): logit-normal times, section 3.1,
-and the shift of times for higher resolutions, Equation 23.
+and the shift of times for higher resolutions, Equation 23; Ma et al. 2024 (SiT): the SDE, Equation 5 and section 3.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from dstrain.diffusion.gaussian import Network, Progress, at_boundary
+from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
 from dstrain.diffusion.likelihood import mean_flat
+from dstrain.diffusion.schedule import LARGEST_NOISE, karras
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
+from dstrain.recipe import ConfigError
+
+SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde", "euler", "heun")    # names, the usual one last
+SPACINGS = ("linspace", "karras")
+_LOWEST = 0.002                                   # t / (1 - t) where karras ends, as EDM's
 
 
 class FlowMatching:
@@ -47,25 +56,98 @@ class FlowMatching:
         mse = mean_flat((self.velocity(network, x_t, t) - (noise - x_start)).square())
         return {"loss": mse, "mse": mse.detach()}
 
-    def grid(self, num_steps: int, like: Tensor) -> Tensor:
-        """Sampling times from 1 to 0: (num_steps + 1,)."""
+    def noise_of(self, x_t: Tensor, scaled: Tensor) -> Tensor:
+        """sigma / alpha of x_t at the network's times (B,): (B, 1, ...)."""
+        return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
+
+    def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
+        """Sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
+        if spacing == "karras":                   # pure noise, then ever denser in t / (1 - t)
+            inner = [1 / (1 + 1 / s) for s in karras(num_steps - 1, _LOWEST, LARGEST_NOISE)]
+            return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
         return self._shifted(torch.linspace(1, 0, num_steps + 1, dtype=like.dtype, device=like.device))
 
-    @torch.no_grad()
-    def euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """x_start from noise x by Euler's method: num_steps calls of the network."""
-        grid = self.grid(num_steps, x)
-        for step in progress(range(num_steps)):
-            x = x + (grid[step + 1] - grid[step]) * self.velocity(network, x, grid[step].expand(len(x)))
-        return x
+    def sample(self, network: Network, x: Tensor, noise: Noise, sampler: str, num_calls: int,
+               spacing: str | None = None, eta: float | None = None, progress: Progress = iter) -> Tensor:
+        """x_start from noise x by the sampler of that name, with at most `num_calls` calls of the network (heun: 2)."""
+        eta = eta_of(sampler, eta)
+        num_steps = max(num_calls // 2, 1) if sampler == "heun" else steps_of(sampler, num_calls)
+        grid = self.grid(num_steps, x, spacing)
+        if sampler == "sde":
+            return self.stochastic(network, x, grid, noise, eta, progress)
+        if sampler in ("euler", "heun"):
+            return self.integrate(network, x, grid, sampler, progress)
+        denoise = _Denoiser(self, network)
+        levels = [*map(denoise.level, grid[:-1].tolist()), Level.data()]
+        return solve(sampler, denoise, levels, x, noise, eta, progress)
+
+    def invert(self, network: Network, x_start: Tensor, sampler: str, num_calls: int,
+               spacing: str | None = None) -> Tensor:
+        """The noise that `sample` with these arguments maps to about x_start. ConfigError: no method of the plain ODE.
+        """
+        if sampler not in ("euler", "heun"):
+            raise ConfigError(f"sampler={sampler} cannot be inverted: take --sampler euler or heun")
+        num_steps = max(num_calls // 2, 1) if sampler == "heun" else num_calls
+        return self.integrate(network, x_start, self.grid(num_steps, x_start, spacing).flip(0), sampler)
 
     @torch.no_grad()
-    def heun(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """x_start from noise x by Heun's method of second order: 2 * num_steps calls of the network."""
-        grid = self.grid(num_steps, x)
-        for step in progress(range(num_steps)):
+    def integrate(self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter) -> Tensor:
+        """x carried along times `grid` (n + 1,), from noise or from data, by euler (n calls) or heun (2 n calls)."""
+        for step in progress(range(len(grid) - 1)):
             length = grid[step + 1] - grid[step]
             first = self.velocity(network, x, grid[step].expand(len(x)))
+            if method == "euler":
+                x = x + length * first
+                continue
             second = self.velocity(network, x + length * first, grid[step + 1].expand(len(x)))
             x = x + length * (first + second) / 2
         return x
+
+    def euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
+        """x_start from noise x by Euler's method: num_steps calls of the network."""
+        return self.integrate(network, x, self.grid(num_steps, x), "euler", progress)
+
+    def heun(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
+        """x_start from noise x by Heun's method of second order: 2 * num_steps calls of the network."""
+        return self.integrate(network, x, self.grid(num_steps, x), "heun", progress)
+
+    @torch.no_grad()
+    def stochastic(self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0,
+                   progress: Progress = iter) -> Tensor:
+        """x_start from noise x by Euler-Maruyama, one call a step; eta 0 is Euler's method.
+
+        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with SiT's coefficient w = eta sigma = eta t, so
+        that w score = -eta eps. The last step adds no noise.
+        """
+        times = grid.tolist()
+        for step in progress(range(len(times) - 1)):
+            t, length = times[step], times[step] - times[step + 1]
+            velocity = self.velocity(network, x, grid[step].expand(len(x)))
+            eps = x + (1 - t) * velocity
+            x = x - length * velocity
+            if eta and step < len(times) - 2:
+                x = x - 0.5 * eta * length * eps + math.sqrt(eta * t * length) * noise(step)
+        return x
+
+
+def check_spacing(spacing: str | None) -> None:
+    """ConfigError: no spacing of a flow's times."""
+    if spacing not in (None, *SPACINGS):
+        raise ConfigError(f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "
+                          "noise alone: name one of them")
+
+
+class _Denoiser:
+    """The network of a flow as solvers call it. It knows every noise level."""
+
+    def __init__(self, flow: FlowMatching, network: Network) -> None:
+        self.flow, self.network = flow, network
+
+    def level(self, t: float) -> Level:
+        return Level(1 - t, t, t)
+
+    def nearest(self, s: float) -> Level:
+        return self.level(s / (1 + s))
+
+    def __call__(self, x: Tensor, level: Level) -> Tensor:
+        return x - level.time * self.flow.velocity(self.network, x, x.new_full((len(x),), level.time))

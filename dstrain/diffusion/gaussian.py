@@ -70,7 +70,10 @@ class GaussianDiffusion:
 
     def respaced(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
         """The chain over the subset `spec` of this one's timesteps (schedule.space_timesteps)."""
-        timesteps = schedule.space_timesteps(self.num_timesteps, spec)
+        return self.over(schedule.space_timesteps(self.num_timesteps, spec))
+
+    def over(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
+        """The chain over these timesteps of this one, ascending."""
         return GaussianDiffusion(
             schedule.respace(self.tables["betas"], timesteps), prediction=self.prediction, variance=self.variance,
             loss=self.loss, timestep_map=[self.timestep_map[t] for t in timesteps], original_steps=self.original_steps,
@@ -149,6 +152,10 @@ class GaussianDiffusion:
         """The eps that leads from x_start to x_t; also defined where x_t is noise alone."""
         signal, sigma = self._at(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
+
+    def noise_of(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """sigma / alpha of x_t at timesteps (B,): (B, 1, ...)."""
+        return self._at(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
 
     def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
         if self.variance == "learned":

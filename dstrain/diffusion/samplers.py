@@ -1,18 +1,22 @@
-"""Chains from noise to data over a (respaced) GaussianDiffusion: ancestral (DDPM), DDIM, its inverse, and guidance.
+"""From noise to data over a GaussianDiffusion: ancestral (DDPM), DDIM and its inverse, solvers by name; and guidance.
 
 Notation as in gaussian.py. The i-th draw of noise is `noise(i)`, i = 0, 1, ... in the order of the chain. It is drawn
 at t = 0, too, where it is not used: the number of draws is the number of steps. Every step is one call of the network
 with the same shapes, so that all ranks call alike.
 
-Sources: Ho et al. 2020, Algorithm 2; Song et al. 2020 (DDIM), Equations 12 and 16; Ho & Salimans 2022 (guidance).
+Sources: Ho et al. 2020, Algorithm 2; Song et al. 2020 (DDIM), Equations 12 and 16; Ho & Salimans 2022 (guidance), Lin
+et al. 2023 (its rescale), Kynkaanniemi et al. 2024 (its interval), Karras et al. 2024 (autoguidance).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, at_boundary
+from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
 from dstrain.recipe import ConfigError
 
 
@@ -45,8 +49,67 @@ def ddim(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise
     return x
 
 
-# By name, as calls with the same arguments (diffusion, network, x, noise, ...). DDIM with its eta of 0 draws no noise.
-SAMPLERS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
+CHAINS: dict[str, Callable[..., Tensor]] = {"ddpm": ancestral, "ddim": ddim}
+SAMPLERS = (*SOLVERS, *CHAINS)                    # names, the usual one last
+
+
+def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None) -> list[int]:
+    """The timesteps that a sampler visits with `num_calls` calls of the network, ascending.
+
+    spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
+    for ddpm; karras for solvers, which it suits best. ConfigError: the chain has fewer.
+    """
+    total, count = diffusion.num_timesteps, steps_of(sampler, num_calls)
+    if spacing is None and sampler in SOLVERS:
+        spacing = "karras"
+    if spacing is None:
+        return schedule.space_timesteps(total, schedule.even_spec(total, count, strided=sampler == "ddim"))
+    return schedule.spaced(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
+
+
+def sample(diffusion: GaussianDiffusion, network: Network, x: Tensor, noise: Noise, sampler: str,
+           timesteps: Sequence[int], eta: float | None = None, clip_denoised: bool = False,
+           progress: Progress = iter) -> Tensor:
+    """x_start from noise x (B, C, ...) by the sampler of that name over these timesteps of the chain, ascending."""
+    eta = eta_of(sampler, eta)
+    if sampler in CHAINS:
+        arguments = {"eta": eta} if sampler == "ddim" else {}
+        return CHAINS[sampler](diffusion.over(timesteps), network, x, noise, clip_denoised=clip_denoised,
+                               progress=progress, **arguments)
+    denoise = ChainDenoiser(diffusion, network, clip_denoised)
+    levels = [*map(denoise.level, reversed(timesteps)), Level.data()]
+    return solve(sampler, denoise, levels, x, noise, eta, progress)
+
+
+def invert(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, sampler: str, timesteps: Sequence[int],
+           eta: float | None = None) -> Tensor:
+    """The noise that `sample` with these arguments maps to about x_start. ConfigError: a sampler that draws noise."""
+    if sampler != "ddim" or eta:
+        raise ConfigError(f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim "
+                          "with eta 0")
+    return encode_ddim(diffusion.over(timesteps), network, x_start)
+
+
+class ChainDenoiser:
+    """The network of a chain as solvers call it. Its noise levels are the chain's timesteps."""
+
+    def __init__(self, diffusion: GaussianDiffusion, network: Network, clip_denoised: bool = False) -> None:
+        self.diffusion, self.network, self.clip_denoised = diffusion, network, clip_denoised
+        names = ("sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        self.alphas, self.sigmas = (diffusion.tables[name].tolist() for name in names)
+
+    def level(self, t: int) -> Level:
+        return Level(self.alphas[t], self.sigmas[t], t)
+
+    def nearest(self, s: float) -> Level:
+        above = bisect.bisect_left(range(len(self.alphas) - 1), s, key=lambda t: self.level(t).s)
+        candidates = [self.level(t) for t in (max(above - 1, 0), above)]
+        return min(candidates, key=lambda level: abs(level.s - s))
+
+    def __call__(self, x: Tensor, level: Level) -> Tensor:
+        t = torch.full((len(x),), level.time, device=x.device)
+        x_start = self.diffusion.x_start_of(self.diffusion.call(self.network, x, t)[0], x, t)
+        return x_start.clamp(-1, 1) if self.clip_denoised else x_start
 
 
 @torch.no_grad()
@@ -70,23 +133,54 @@ def _descending(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> 
 
 
 def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], null: Mapping[str, Tensor], scale: float,
-           channels: int | None = None) -> Network:
-    """The network with classifier-free guidance: null + scale * (conditional - null), in one call of twice the batch.
+           channels: int | None = None, *, rescale: float = 0.0, guide: Callable[..., Tensor] | None = None,
+           active: Callable[[Tensor, Tensor], Tensor] | None = None) -> Network:
+    """The network guided away from something weaker: weaker + scale * (conditional - weaker).
+
+    Classifier-free guidance, where weaker is the network without conditions, is one call of twice the batch.
 
     conditions  keyword arguments of the network, (B, ...) each; `null` those without the condition.
     scale       1 means no guidance, and a call of the plain batch.
     channels    how many leading output channels are guided; None means as many as the input has. All others (learned
                 variances) are taken from the conditional half.
+    rescale     share, 0 to 1, by which each sample's guided output is brought to the conditional's deviation.
+    guide       a weaker network instead, called with the same conditions: autoguidance.
+    active      (x_t, t) -> bool (B, 1, ...): where guidance acts. All calls are made elsewhere, too.
     """
     if scale == 1.0:
         return lambda x_t, t: network(x_t, t, **conditions)
     both = {name: torch.cat((value, null[name])) for name, value in conditions.items()}
 
     def guided_network(x_t: Tensor, t: Tensor) -> Tensor:
-        out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))              # (2B, C or 2C, ...)
-        conditional, unconditional = out.chunk(2)
         count = channels or x_t.shape[1]
-        leading = torch.lerp(unconditional[:, :count], conditional[:, :count], scale)
+        if guide is None:
+            out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))          # (2B, C or 2C, ...)
+            conditional, weaker = out.chunk(2)
+        else:
+            conditional, weaker = (at_boundary(net(x_t, t, **conditions)) for net in (network, guide))
+        plain = conditional[:, :count]
+        leading = torch.lerp(weaker[:, :count], plain, scale)
+        if rescale:
+            deviation = lambda out: out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
+            leading = torch.lerp(leading, leading * (deviation(plain) / deviation(leading)), rescale)
+        if active is not None:
+            leading = torch.where(active(x_t, t), leading, plain)
         return torch.cat((leading, conditional[:, count:]), dim=1)
 
     return guided_network
+
+
+def within(interval: tuple[float, float] | None,
+           noise_of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """`active` of `guided`, for an interval (low, high) of noise levels sigma / alpha; None is everywhere.
+
+    noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
+    """
+    if interval is None:
+        return None
+
+    def active(x_t: Tensor, t: Tensor) -> Tensor:
+        noise = noise_of(x_t, t)
+        return (interval[0] <= noise) & (noise <= interval[1])
+
+    return active

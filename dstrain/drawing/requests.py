@@ -2,23 +2,25 @@
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dstrain.recipe import ConfigError, Samples
-from dstrain.systems.base import Request, System
+from dstrain.systems.base import CHOICES, Request, System
 
 
 def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,
-                 prompts: Sequence[str] | None = None, images: Tensor | None = None, num_steps: int | None = None,
-                 sampler: str | None = None, guidance_scale: float | None = None,
-                 num_frames: int | None = None) -> tuple[Request, list[str] | None]:
+                 prompts: Sequence[str] | None = None, images: Tensor | None = None,
+                 **choices: Any) -> tuple[Request, list[str] | None]:
     """A request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
 
     labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
-    from, repeated, too. None takes the choice of the recipe. ConfigError: the system does not take what is chosen.
+    from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
+    recipe. ConfigError: the system does not take what is chosen.
     """
+    samples = samples.model_copy(update={name: value for name, value in choices.items() if value is not None})
     if num < 1:
         raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
     if prompts is None and not labels:
@@ -32,7 +34,7 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
         conditions = system.conditions(num, None if chosen is None else tuple(chosen))
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
-    return Request(seed + torch.arange(num), conditions, samples.num_steps if num_steps is None else num_steps,
-                   system.sampler(samples.sampler if sampler is None else sampler) or None,
-                   samples.guidance_scale if guidance_scale is None else guidance_scale,
-                   samples.num_frames if num_frames is None else num_frames), captions
+    system.check_sampling(samples)
+    return Request(seed + torch.arange(num), conditions, samples.num_steps, system.sampler(samples.sampler) or None,
+                   samples.guidance_scale, num_frames=samples.num_frames,
+                   **{name: getattr(samples, name) for name in CHOICES}), captions

@@ -209,6 +209,10 @@ class Samples(Section):
     sampler: str | None = None               # None: the usual one of the system
     num_steps: PositiveInt = 50              # network evaluations for each picture
     guidance_scale: NonNegative = 1.0        # 1 is none
+    guidance_rescale: Fraction = 0.0         # share by which guided predictions get the deviation of plain ones
+    guidance_interval: tuple[NonNegative, NonNegative] | None = None    # noise levels sigma / alpha; None: all
+    spacing: Literal["leading", "trailing", "linspace", "karras"] | None = None    # None: the sampler's usual
+    eta: NonNegative | None = None           # noise of a step; None: the sampler's usual
     seed: Count = 0
     ema: float | None = None                 # decay or width of the EMA to draw from; None: the first
 
@@ -218,6 +222,8 @@ class Samples(Section):
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)), "samples.prompts="
              f"{list(self.prompts or ())} holds no text, or an empty one: give texts, or null for none"),
+            (self.guidance_interval and self.guidance_interval[0] > self.guidance_interval[1],
+             f"samples.guidance_interval={list(self.guidance_interval or ())}: write the lower noise level first"),
             (self.labels and self.prompts, "samples.labels and samples.prompts are both given: give one of the two"),
         )
         return self

@@ -33,10 +33,11 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor, nn
 
 from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section
-from dstrain.systems.optional import Figures, FirstStage, Imports, Prompted, Stateful, Videos
+from dstrain.systems.optional import CHOICES, Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
-__all__ = ["Batch", "Example", "Kind", "Loss", "Nets", "Progress", "Request", "System", "SystemConfig", "Terms"]
+__all__ = ["CHOICES", "Batch", "Example", "Kind", "Loss", "Nets", "Progress", "Request", "System", "SystemConfig",
+           "Terms"]
 
 
 class SystemConfig(Section):
@@ -96,7 +97,7 @@ class SystemConfig(Section):
                 for key, of_data, field, of_model in pairs if of_data != of_model]
 
 
-class System(Figures, Stateful, Prompted, Videos, FirstStage, Imports, ABC):
+class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports, ABC):
     """One generative model. What stands here every system meets; what it may add stands in optional.py."""
 
     parts: dict[str, Loss]                        # trained networks and their losses, in update order

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.types import Example, Nets, Progress, Terms
+
+
+CHOICES = ("spacing", "eta", "guidance_rescale", "guidance_interval")    # fields of both Samples and Request
 
 
 class Figures:
@@ -71,6 +74,28 @@ class Prompted:
         ConfigError: the system begins from noise, or the pictures do not fit.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
+
+
+class Sampling:
+    """Choices of Samples and Request beyond sampler, num_steps and guidance_scale, and other ways to begin or to guide.
+    """
+
+    sampling: tuple[str, ...] = ()                # the names of those that `sample` reads, see CHOICES
+    inverts: bool = False                         # whether conditions may hold `invert`, uint8 (N, C, H, W): pictures
+                                                  # that are carried to noise, and drawn again from it
+
+    def check_sampling(self, samples: Samples) -> None:
+        """ConfigError: a choice that this system does not read, or that does not go with its sampler."""
+        usual = Samples()
+        for name in CHOICES:
+            value = getattr(samples, name)
+            if value != getattr(usual, name) and name not in self.sampling:
+                raise ConfigError(f"samples.{name}={value}, or --{name.replace('_', '-')}: a {type(self).__name__} "
+                                  "does not read it; leave it out")
+
+    def require_guide(self, other: Any) -> None:
+        """ConfigError: the networks of the system `other`, as `guide` in `nets`, cannot guide this one's samples."""
+        raise ConfigError(f"a {type(self).__name__} is guided by no other run; leave it out")
 
 
 class Videos:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
@@ -104,3 +105,81 @@ def test_bfloat16_network():
     assert samplers.ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
     assert math.isfinite(float(samplers.ancestral(diffusion, network, randn(0, (2, 1)).float(),
                                                   lambda i: randn(i, (2, 1)).float()).sum()))
+
+
+def test_guidance_is_rescaled():
+    """Oracle: Lin et al. 2023, Equations 15 and 16, by numpy, sample by sample."""
+    network = lambda x, t, y: x * y.view(-1, 1, 1, 1)
+    x, y, null = randn(0, (2, 4, 3, 3)), torch.tensor([1.0, 2.0]), torch.tensor([0.5, 3.0])
+    rescaled = lambda share: samplers.guided(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
+    plain, strong = network(x, None, y).numpy(), rescaled(0.0).numpy()
+    for sample in range(2):
+        ratio = plain[sample].std() / strong[sample].std()
+        expected = 0.7 * ratio * strong[sample] + 0.3 * strong[sample]
+        torch.testing.assert_close(rescaled(0.7)[sample], torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_guidance_interval(sampler):
+    """Oracle: the noise levels of the timesteps that are called, against the outputs that are guided there."""
+    diffusion, guided_at = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small"), {}
+    network = samplers.guided(lambda x, t, y: 0 * x + y.view(-1, 1), {"y": torch.ones(3)}, {"y": torch.zeros(3)}, 3.0,
+                              active=samplers.within((0.2, 5.0), diffusion.noise_of))
+    def watched(x, t):
+        out = network(x, t)
+        guided_at[int(t[0])] = float(out[0])
+        return out
+    timesteps = samplers.timesteps_of(diffusion, sampler, 10, "trailing")
+    samplers.sample(diffusion, watched, randn(0, (3, 1)), None, sampler, timesteps)
+    alphas = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
+    inside = {t: 0.2 <= float((1 / alphas[t] - 1).sqrt()) <= 5.0 for t in timesteps}
+    assert guided_at == {t: 3.0 if inside[t] else 1.0 for t in timesteps} and len(set(inside.values())) == 2
+
+
+def test_autoguidance():
+    """Oracle: Karras et al. 2024, Equation 3: weak + scale (strong - weak), both with the labels, each called once."""
+    calls = []
+    def of(factor, channels):
+        return lambda x, t, y: calls.append(len(x)) or (factor * x * y.view(-1, 1)).repeat(1, channels)
+    x, y = randn(0, (3, 2)), torch.tensor([1.0, 2.0, 3.0])
+    out = samplers.guided(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
+    conditional = x * y.view(-1, 1)
+    torch.testing.assert_close(out[:, :2], 0.2 * conditional + 2.5 * 0.8 * conditional)
+    assert torch.equal(out[:, 2:], conditional) and calls == [3, 3]
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize("count", [1, 8, 10, 50])
+def test_spacings(spacing, count):
+    """Oracle: the timesteps of diffusers' DDIMScheduler."""
+    scheduler = DDIMScheduler(timestep_spacing=spacing)
+    scheduler.set_timesteps(count)
+    diffusion = chain(1000)
+    found = samplers.timesteps_of(diffusion, "dpm++", count, spacing)
+    assert found == [int(t) for t in scheduler.timesteps.flip(0)]
+
+
+@pytest.mark.parametrize("name, count", [("linear", 10), ("cosine", 10), ("cosine", 100), ("linear", 1)])
+def test_karras_spacing(name, count):
+    """Oracle: Karras et al. 2022, Equation 5, from sigma 80 to the chain's lowest; all are different timesteps."""
+    diffusion = GaussianDiffusion(schedule.betas(name, 1000), variance="fixed_small")
+    found = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
+    assert found == sorted(set(found)) and len(found) == count and found[-1] == 999 and found[0] >= 0
+    if count == 10:
+        sigma = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
+        low, high = sigma[0] ** (1 / 7), min(80.0, sigma[-1]) ** (1 / 7)
+        expected = [(low + i / 8 * (high - low)) ** 7 for i in range(9)]
+        for t, value in list(zip(found, expected))[4:-1]:                 # below the chain is coarser
+            assert abs(math.log(sigma[t] / value)) <= max(abs(math.log(sigma[t] / sigma[t + step])) for step in (-1, 1))
+
+
+def test_wrong_choices():
+    """Oracle: one line that names the value and what there is."""
+    diffusion = chain(1000)
+    for call, words in ((lambda: samplers.timesteps_of(diffusion, "ddim", 5, "karas"), "spacing=karas is none of"),
+                        (lambda: samplers.timesteps_of(diffusion, "dpm++", 1001), "1001 is not between 1 and the 1000"),
+                        (lambda: samplers.sample(diffusion, None, randn(0), None, "unipc", [0], 0.5), "eta=0.5.*unipc"),
+                        (lambda: samplers.invert(diffusion, None, randn(0), "ddpm", [0]), "sampler=ddpm cannot be inv"),
+                        (lambda: samplers.invert(diffusion, None, randn(0), "ddim", [0], 0.5), "ddim, eta=0.5 cannot")):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.diffusion import samplers, schedule
+from dstrain.diffusion import flow, flow_likelihood, samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
+from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError
-from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
+from dstrain.recipe import ConfigError, Samples
+from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, DiTBlock
@@ -30,15 +31,17 @@ class DiTSystem(System):
     """Peebles & Xie 2022. `config` says what each choice means."""
 
     in_pipeline = "transformer"
+    sampling = CHOICES
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
         self.averaged = ("denoiser",)
-        self.samplers = ("euler", "heun") if config.objective == "flow" else tuple(samplers.SAMPLERS)
+        self.samplers = flow.SAMPLERS if config.objective == "flow" else samplers.SAMPLERS
         self.shape = (config.in_channels, config.input_size, config.input_size)
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
+        self.inverts = config.codes is None       # with cached latents the first stage has no encoder
         if config.objective == "diffusion":
             section = config.diffusion
             self.diffusion = GaussianDiffusion(
@@ -83,17 +86,18 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Bits/dim of the whole bound with every label in place, see measured_bits; else the terms of `evaluate`.
-
-        Only diffusion over 8-bit pixels has a likelihood here. ConfigError: num_steps without a chain to shorten.
+        """Bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over them by
+        its ODE; else the terms of `evaluate`. ConfigError: num_steps of a model of latents.
         """
-        if self.config.objective == "diffusion" and self.models_pixels():
-            y = self._labels(example, example["x_start"])
+        if self.models_pixels():
+            y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
             network = lambda x_t, t: nets["denoiser"](x_t, t, y)
-            return measured_bits(self.diffusion, network, example["x_start"], example["key"], num_steps, progress)
+            process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
+            terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
+            return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
         if num_steps is not None:
-            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only diffusion over pixels is "
-                              "measured along a chain; this model's terms take none, so leave num_steps out")
+            raise ConfigError(f"num_steps: {num_steps} timesteps are asked for, but only models of pixels are measured "
+                              "along a chain; this model's terms take none, so leave num_steps out")
         return self.evaluate(nets, example)
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
@@ -120,35 +124,54 @@ class DiTSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim for diffusion, euler and heun for flow matching. ConfigError: another sampler, more
-        steps than the chain has, guidance of a model that was trained without dropped labels.
+        Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
+        than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted.
         """
         if problem := self.cannot_draw():
             raise ConfigError(problem)
-        sampler = self.sampler(request.sampler)
-        keys = rng.keys_of_seeds(request.seeds)
-        x = rng.normal(keys, "start", self.shape)
-        network = self._guided(nets, request)
-        count = request.num_steps
-        if sampler == "euler":
-            x_start = self.flow.euler(network, x, count)
-        elif sampler == "heun":
-            x_start = self.flow.heun(network, x, max(count // 2, 1))             # two evaluations a step
+        sampler, count, spacing = self.sampler(request.sampler), request.num_steps, request.spacing
+        keys, network = rng.keys_of_seeds(request.seeds), self._guided(nets, request)
+        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+        images = request.conditions.get("invert")
+        x_start = None if images is None else self.encode({"image": images, "key": keys})["x_start"]
+        x = rng.normal(keys, "start", self.shape) if images is None else None
+        if self.config.objective == "flow":
+            if images is not None:
+                x = self.flow.invert(network, x_start, sampler, count, spacing)
+            x_start = self.flow.sample(network, x, noise, sampler, count, spacing, request.eta)
         else:
-            spec = schedule.even_spec(self.diffusion.num_timesteps, count, strided=sampler == "ddim")
-            noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-            x_start = samplers.SAMPLERS[sampler](self.diffusion.respaced(spec), network, x, noise,
-                                                 clip_denoised=self.models_pixels())
+            timesteps, clip = samplers.timesteps_of(self.diffusion, sampler, count, spacing), self.models_pixels()
+            if images is not None:
+                x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
+            x_start = samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, clip)
         return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
+    def check_sampling(self, samples: Samples) -> None:
+        super().check_sampling(samples)
+        eta_of(self.sampler(samples.sampler), samples.eta)
+        if self.config.objective == "flow":
+            flow.check_spacing(samples.spacing)
+
+    def require_guide(self, other: System) -> None:
+        """Width and depth may differ, and so may what the network learns beside its prediction."""
+        if not isinstance(other, DiTSystem):
+            raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
+        same = {"image_size", "in_channels", "num_classes", "objective", "first_stage", "codes"}
+        own, others = (system.config.model_dump(include=same | {system.config.objective}) for system in (self, other))
+        if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
+            raise ConfigError(f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
+                              "name another run")
+
     def _guided(self, nets: Nets, request: Request) -> Network:
-        y = request.conditions.get("label", request.seeds % self.config.num_classes)
-        if request.guidance_scale != 1 and not self.config.class_dropout_prob:
+        y, guide = request.conditions.get("label", request.seeds % self.config.num_classes), nets.get("guide")
+        if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
             raise ConfigError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
                               "with guidance_scale 1, or train with class_dropout_prob above 0")
         null = torch.full_like(y, self.config.num_classes)
+        process = self.flow if self.config.objective == "flow" else self.diffusion
         return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
-                               self.config.guidance_channels)
+                               self.config.guidance_channels, rescale=request.guidance_rescale, guide=guide,
+                               active=samplers.within(request.guidance_interval, process.noise_of))
 
     def cannot_draw(self) -> str | None:
         if self.config.codes and not self.first_stage:

@@ -18,10 +18,11 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.bound import measured_bits
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network
 from dstrain.diffusion.published import scheduler_arguments
+from dstrain.diffusion.solvers import eta_of, steps_of
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.config import Config, NO_GUIDANCE
@@ -32,11 +33,12 @@ class IDDPMSystem(System):
     """Nichol & Dhariwal 2021. `config` says what each choice means."""
 
     in_pipeline = "unet"
+    sampling, inverts = ("spacing", "eta"), True
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
+        self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.starts_from_data = config.small_size is not None
         self.shape = (config.in_channels, config.image_size, config.image_size)
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
@@ -119,16 +121,13 @@ class IDDPMSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
-        Samplers: ddpm and ddim. Super-resolution needs conditions["low_res"] (see conditions_from). ConfigError: it is
-        missing, another sampler, more steps than the chain has, labels that are no class, guidance.
+        Samplers: those of diffusion/samplers.py. Super-resolution needs conditions["low_res"] (see conditions_from).
+        ConfigError: it is missing, another sampler, more steps than the chain has, labels that are no class, guidance.
         """
         sampler = self.sampler(request.sampler)
         if request.guidance_scale != 1:
             raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
-        spec, count = self.config.timestep_respacing, request.num_steps
-        if not spec or count != self.config.respaced_steps():            # then evenly spaced, as published
-            spec = schedule.even_spec(self.config.diffusion_steps, count, strided=sampler == "ddim")
-        chain = self._chain(spec)
+        timesteps = self._timesteps(sampler, request)
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -138,7 +137,22 @@ class IDDPMSystem(System):
         keys = rng.keys_of_seeds(request.seeds)
         x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
         noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
-        return to_uint8(samplers.SAMPLERS[sampler](chain, network, x, noise, clip_denoised=True))
+        if "invert" in conditions:
+            x_start = self.encode({"image": conditions["invert"]})["x_start"]
+            x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
+        return to_uint8(samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, True))
+
+    def _timesteps(self, sampler: str, request: Request) -> list[int]:
+        """Those of timestep_respacing where it keeps as many, else by the request's spacing or evenly, as published."""
+        respaced = schedule.space_timesteps(self.config.diffusion_steps, self.config.timestep_respacing)
+        if (self.config.timestep_respacing and request.spacing is None
+                and len(respaced) == steps_of(sampler, request.num_steps)):
+            return respaced
+        return samplers.timesteps_of(self.diffusion, sampler, request.num_steps, request.spacing)
+
+    def check_sampling(self, samples: Samples) -> None:
+        super().check_sampling(samples)
+        eta_of(self.sampler(samples.sampler), samples.eta)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones shrunk."""

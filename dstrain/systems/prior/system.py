@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
+from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.nn.fitting import Fitted
-from dstrain.recipe import ConfigError
-from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
+from dstrain.recipe import ConfigError, Samples
+from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
@@ -37,11 +38,12 @@ class PriorSystem(System):
 
     in_pipeline = "prior"
     generates = False                             # embeddings cannot be looked at
+    sampling = CHOICES
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
-        self.averaged, self.samplers = ("denoiser",), tuple(samplers.SAMPLERS)
+        self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.shape = (config.image_embed_dim,)
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
@@ -212,22 +214,32 @@ class PriorSystem(System):
     def _draw(self, nets: Nets, conditions: dict[str, Tensor], keys: Tensor, request: Request, count: int,
               progress: Progress = iter) -> Tensor:
         """`count` candidates for each key, all in one chain: (count, N, D)."""
-        chain = self.diffusion.respaced(schedule.even_spec(self.config.timesteps, request.num_steps))
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
         normal = lambda name: torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
         repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
-        network = self._chained(nets, repeated, request.guidance_scale)
+        network = self._chained(nets, repeated, request)
         x = normal("start")                                                                       # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
-        draw = samplers.SAMPLERS[self.sampler(request.sampler)]
-        x = draw(chain, network, x, lambda i: normal(f"noise/{i}"), progress=progress)
+        sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
+        x = samplers.sample(self.diffusion, network, x, noise, sampler, self._timesteps(sampler, request), request.eta,
+                            progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
         return self._embedding(x).view(count, len(keys), -1)
 
-    def _chained(self, nets: Nets, conditions: dict[str, Tensor], scale: float) -> Network:
+    def _timesteps(self, sampler: str, request: Request) -> list[int]:
+        """By the request's spacing, else evenly, the first and the last among them."""
+        spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
+        return samplers.timesteps_of(self.diffusion, sampler, request.num_steps, spacing)
+
+    def check_sampling(self, samples: Samples) -> None:
+        super().check_sampling(samples)
+        eta_of(self.sampler(samples.sampler), samples.eta)
+
+    def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """The guided network of one chain. With self_cond it remembers the last x_start for its next call."""
+        scale, active = request.guidance_scale, samplers.within(request.guidance_interval, self.diffusion.noise_of)
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError("guidance_scale: this model has no null text, since text_cond_drop_prob is 0; sample "
                               "with guidance_scale 1, or train with text_cond_drop_prob above 0")
@@ -237,7 +249,8 @@ class PriorSystem(System):
 
         def network(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
-            out = at_boundary(samplers.guided(nets["denoiser"], inputs | own, null | own, scale)(x_t, t))
+            out = at_boundary(samplers.guided(nets["denoiser"], inputs | own, null | own, scale, active=active,
+                                              rescale=request.guidance_rescale)(x_t, t))
             x_start = self.diffusion.x_start_of(out, x_t, t)             # both t and these tables are the whole chain's
             if self.config.sampling_clamp_l2norm:
                 x_start = self._rescaled(x_start)

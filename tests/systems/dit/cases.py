@@ -12,4 +12,4 @@ CASES = [TINY, TINY | {"objective": "flow", "learn_sigma": False}, TINY | {"reco
 
 def request(system, seeds):
     """Guided, of four steps, by the sampler that is not the usual one where noise matters."""
-    return Request(torch.tensor(seeds), {}, 4, None if "heun" in system.samplers else "ddpm", guidance_scale=1.5)
+    return Request(torch.tensor(seeds), {}, 4, None if system.config.objective == "flow" else "ddpm", guidance_scale=1.5)

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from dstrain import rng, systems
+from dstrain.diffusion import flow, samplers
+from dstrain.diffusion.solvers import ETAS
+from dstrain.drawing.sampling import draw_all
+from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from dstrain.systems.dit import Config
 from dstrain.systems.dit.network import DiT, SIZES
+from tests.support import gloo
 
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
         "num_classes": 10}
@@ -105,14 +110,96 @@ def test_unconditional():
 def test_requests_that_do_not_fit():
     """Oracle: a ValueError that names the choices."""
     nets = build().networks()
-    with pytest.raises(ValueError, match="none of ddpm, ddim"):
+    with pytest.raises(ValueError, match="none of dpm.*, ddpm, ddim"):
         build().sample(nets, Request(seeds=torch.arange(1), sampler="euler"))
-    with pytest.raises(ValueError, match="none of euler, heun"):
+    with pytest.raises(ValueError, match="none of .*, sde, euler, heun:"):
         build(objective="flow").sample(nets, Request(seeds=torch.arange(1), sampler="ddim"))
     with pytest.raises(ValueError, match="1001 is not between 1 and the 1000"):
         build().sample(nets, Request(seeds=torch.arange(1), num_steps=1001))
     with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
         build().encode({"image": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "key": torch.zeros(1, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("objective, sampler", [
+    *(("diffusion", name) for name in samplers.SAMPLERS), *(("flow", name) for name in flow.SAMPLERS)])
+def test_a_picture_belongs_to_its_seed(objective, sampler):
+    """Oracle: the same request drawn one by one; all calls have the shapes of the first, as many as asked for."""
+    system, shapes = build(objective=objective, learn_sigma=False), []
+    network = random(system.networks()["denoiser"])
+    def counted(x, t, y):
+        shapes.append((len(x), len(t), len(y)))
+        return network(x, t, y)
+    choices = {"num_steps": 5, "sampler": sampler, "guidance_scale": 1.5, "guidance_rescale": 0.5, "spacing": "karras",
+               "guidance_interval": (0.1, 20.0), "eta": 0.7 if sampler in ETAS else None}
+    request = lambda seeds: Request(torch.tensor(seeds), {"label": torch.tensor(seeds) + 1}, **choices)
+    together = system.sample({"denoiser": counted}, request([3, 4, 7]))
+    assert set(shapes) == {(6, 6, 6)} and len(shapes) in (4, 5)
+    for i, seed in enumerate((3, 4, 7)):
+        alone = system.sample({"denoiser": network}, request([seed]))[0]
+        assert int((alone.int() - together[i].int()).abs().max()) <= 1
+
+
+def pictures_of_all_samplers(rank=0):
+    """What each sampler of diffusion and of flows draws for five seeds, two at a time."""
+    drawn = []
+    for objective, names in (("diffusion", samplers.SAMPLERS), ("flow", flow.SAMPLERS)):
+        system = build(objective=objective, learn_sigma=False)
+        nets = {"denoiser": random(system.networks()["denoiser"])}
+        drawn += [draw_all(system, nets, Request(torch.arange(5), {}, 4, name, 1.5), 2) for name in names]
+    return torch.stack(drawn).numpy()
+
+
+def test_pictures_on_two_ranks(tmp_path):
+    """Oracle: one process alone, byte for byte: the calls are of the same chunks."""
+    alone = pictures_of_all_samplers()
+    assert all((pictures == alone).all() for pictures in gloo.run(tmp_path, pictures_of_all_samplers))
+
+
+def test_what_guides():
+    """Oracle: with itself as the guide no scale changes anything; a guide of other noise or labels is refused."""
+    system = build(learn_sigma=False, class_dropout_prob=0)
+    network = random(system.networks()["denoiser"])
+    request = lambda scale: Request(torch.arange(2), {}, 4, "dpm++", scale)
+    draw = lambda scale, **nets: system.sample({"denoiser": network, **nets}, request(scale))
+    torch.testing.assert_close(draw(3.0, guide=network), draw(1.0), atol=1, rtol=0)
+    other = build(learn_sigma=True, depth=1, num_heads=1)
+    system.require_guide(other)
+    assert not torch.equal(draw(3.0, guide=random(other.networks()["denoiser"])), draw(1.0))
+    for changes, name in (({"objective": "flow"}, "diffusion"), ({"num_classes": 4}, "num_classes"),
+                          ({"diffusion": {"schedule": "cosine"}}, "diffusion")):
+        with pytest.raises(ValueError, match=f"model.*{name} differs"):
+            system.require_guide(build(**changes))
+
+
+@pytest.mark.parametrize("objective", ["diffusion", "flow"])
+def test_pictures_are_inverted(objective):
+    """Oracle: the pictures themselves, nearer with more steps; another seed changes nothing: no noise is drawn."""
+    system = build(objective=objective, learn_sigma=False)
+    def network(x, t, y):                         # optimal for pixels of mean 0 and deviation 0.2
+        t = t.view(-1, 1, 1, 1)
+        if objective == "flow":
+            t = t / 1000
+            return (t - (1 - t) * 0.04) / ((1 - t) ** 2 * 0.04 + t ** 2) * x
+        remaining = system.diffusion.tables["alphas_cumprod"].float()[t]
+        return (1 - remaining).sqrt() / (remaining * 0.04 + 1 - remaining) * x
+    nets = {"denoiser": network}
+    images = torch.randint(100, 156, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    def back(count, seed=0):
+        return system.sample(nets, Request(seed + torch.arange(2), {"invert": images}, count)).float()
+    errors = [float((back(count) - images.float()).abs().mean()) for count in (4, 200)]
+    assert errors[1] < 1.0 and errors[1] < errors[0] and torch.equal(back(200, 5), back(200))
+    with pytest.raises(ValueError, match="sampler=unipc cannot be inverted"):
+        system.sample(nets, Request(torch.arange(2), {"invert": images}, 4, "unipc"))
+
+
+@pytest.mark.parametrize("changes, choices, words", [
+    ({}, {"sampler": "ddpm", "eta": 0.5}, "eta=0.5: the noise of sampler ddpm cannot be chosen"),
+    ({"objective": "flow"}, {"spacing": "trailing"}, "spacing=trailing: .* spaced by linspace or karras")])
+def test_choices_are_checked_before_training(changes, choices, words):
+    """Oracle: a ValueError that names the key; the usual choices pass."""
+    build(**changes).check_sampling(Samples())
+    with pytest.raises(ValueError, match=words):
+        build(**changes).check_sampling(Samples(**choices))
 
 
 def test_labels_of_a_request():

@@ -7,6 +7,7 @@ import torch
 
 from dstrain import rng
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
 
@@ -137,7 +138,7 @@ def test_requests_that_do_not_fit():
     """Oracle: a ValueError that names the choices."""
     system, seeds = build(), torch.arange(1)
     nets = random(system)
-    for request, words in ((Request(seeds, sampler="euler"), "one of ddpm, ddim"),
+    for request, words in ((Request(seeds, sampler="euler"), "none of dpm.*, ddpm, ddim"),
                            (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
                            (Request(seeds, num_steps=5, guidance_scale=2.0), "guidance_scale 1, or system dit")):
         with pytest.raises(ValueError, match=words):
@@ -158,6 +159,36 @@ def test_timesteps_of_a_chain(respacing, sampler, num_steps, visited):
     system = build(timestep_respacing=respacing, rescale_timesteps=False)
     system.sample({"denoiser": network}, Request(torch.arange(1), num_steps=num_steps, sampler=sampler))
     assert seen == visited
+
+
+@pytest.mark.parametrize("sampler, spacing, num_steps, visited", [
+    ("ddim", "trailing", 5, [19, 15, 11, 7, 3]), ("unipc", "leading", 2, [10, 0]), ("dpm++", None, 2, [10, 0]),
+    ("heun", None, 3, [10, 0, 0]), ("heun", "linspace", 5, [19, 10, 0, 0])])
+def test_spacings_of_a_request(sampler, spacing, num_steps, visited):
+    """Oracle: the timesteps written out; timestep_respacing holds where no spacing is named and its number fits."""
+    seen = []
+    def network(x, t):
+        seen.append(int(t[0]))
+        return 0 * x
+    system = build(timestep_respacing="ddim2", rescale_timesteps=False)
+    system.sample({"denoiser": network}, Request(torch.arange(1), {}, num_steps, sampler, spacing=spacing))
+    assert seen == visited
+
+
+def test_pictures_are_inverted():
+    """Oracle: the pictures; what an upsampler is given stays; guidance is no choice of this system."""
+    system = build(small_size=4)
+    images = torch.randint(100, 156, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    remaining = system.diffusion.tables["alphas_cumprod"].float()
+    def network(x, t, low_res):                   # optimal for pixels of mean 0 and deviation 0.2
+        share = remaining[(t * 20 / 1000).round().long()].view(-1, 1, 1, 1)
+        return (1 - share).sqrt() / (share * 0.04 + 1 - share) * x
+    conditions = {"invert": images} | system.conditions_from(images)
+    back = system.sample({"denoiser": network}, Request(torch.arange(2), conditions, 20))
+    # Twenty steps of first order, there and back: contrast is lost, the pattern is not.
+    assert float(torch.corrcoef(torch.stack((back.flatten().float(), images.flatten().float())))[0, 1]) > 0.99
+    with pytest.raises(ValueError, match="samples.guidance_rescale=0.5, or --guidance-rescale: a IDDPMSystem does not"):
+        system.check_sampling(Samples(guidance_rescale=0.5))
 
 
 def test_measure():

@@ -1,0 +1,172 @@
+"""Solvers from noise to data in few steps: DPM-Solver++ (2M and its SDE), UniPC, and EDM's Heun, with or without churn.
+
+Notation: x = alpha x_start + sigma eps at a noise level; s = sigma / alpha is its noise, lambda = -log s (half the log
+of the signal-to-noise ratio), h the step in lambda. A solver walks down `levels`, from noise to data (alpha 1, sigma
+0), where the last step is the prediction itself. Both ends may be infinite in s or lambda: pure noise is alpha 0.
+
+All coefficients are numbers of the host in float64. A level is the same for the whole batch, so that every rank calls
+the network equally often, whatever the data are. The i-th draw of noise, i = 0, 1, ..., belongs to step i.
+
+Sources: Lu et al. 2022 (DPM-Solver++, Algorithm 2 and appendix on SDEs), Zhao et al. 2023 (UniPC, B(h) = e^h - 1),
+Karras et al. 2022 (EDM, Algorithms 1 and 2).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dstrain.diffusion.gaussian import Noise, Progress
+from dstrain.diffusion.schedule import LARGEST_NOISE
+from dstrain.recipe import ConfigError
+
+CHURN, CHURN_RANGE = 40.0, (0.05, 50.0)           # EDM's S_churn, S_min and S_max for ImageNet
+
+
+@dataclass(frozen=True)
+class Level:
+    """One noise level: alpha, sigma, and the time by which the network knows it."""
+
+    alpha: float
+    sigma: float
+    time: float
+
+    @property
+    def s(self) -> float:
+        return self.sigma / self.alpha if self.alpha else math.inf
+
+    @property
+    def half_log_snr(self) -> float:
+        if not self.alpha or not self.sigma:
+            return math.copysign(math.inf, self.alpha - self.sigma)
+        return math.log(self.alpha / self.sigma)
+
+    @classmethod
+    def data(cls) -> "Level":
+        """Where every solver ends."""
+        return cls(1.0, 0.0, 0.0)
+
+
+class Denoiser(Protocol):
+    """A network with its noise levels."""
+
+    def __call__(self, x: Tensor, level: Level) -> Tensor:
+        """The predicted x_start."""
+
+    def nearest(self, s: float) -> Level:
+        """The level nearest to s that the network knows."""
+
+
+def dpmpp(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
+          progress: Progress = iter) -> Tensor:
+    """DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
+    earlier, h_earlier = None, math.inf
+    for i in progress(range(len(levels) - 1)):
+        here, there = levels[i], levels[i + 1]
+        h, kept = there.half_log_snr - here.half_log_snr, there.s * here.alpha / here.sigma             # e^-h
+        x_start = denoise(x, here)
+        estimate = x_start
+        if earlier is not None and there.sigma:
+            estimate = x_start + h / h_earlier / 2 * (x_start - earlier)
+        x = there.sigma / here.sigma * kept ** eta * x + there.alpha * (1 - kept ** (1 + eta)) * estimate
+        if eta and there.sigma:
+            x = x + there.sigma * math.sqrt(1 - kept ** (2 * eta)) * noise(i)
+        earlier, h_earlier = x_start, h
+    return x
+
+
+def unipc(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
+          progress: Progress = iter) -> Tensor:
+    """UniPC-2: a predictor of second order, 2M, corrected to third order by the call of the next step. One call a step.
+    """
+    known: list[tuple[float, Tensor]] = []        # lambda and x_start of the last two levels, the newer one last
+    x_before = x
+    for i in progress(range(len(levels) - 1)):
+        here, there = levels[i], levels[i + 1]
+        x_start = denoise(x, here)
+        if known:
+            x = _corrected(levels[i - 1], here, x_before, known, x_start)
+        known = [*known[-1:], (here.half_log_snr, x_start)]
+        estimate = x_start
+        if len(known) == 2 and there.sigma:
+            ratio = (known[0][0] - known[1][0]) / (there.half_log_snr - known[1][0])
+            estimate = x_start + (known[0][1] - x_start) / (2 * ratio)
+        x_before = x
+        x = there.sigma / here.sigma * x + there.alpha * _gain(here, there) * estimate
+    return x
+
+
+def _corrected(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
+    """x at `here` brought to `there` with the prediction `following` that was made there. UniPC, Algorithm 1 (UniC)."""
+    newest, x_start = known[-1]
+    h = there.half_log_snr - newest
+    change = (following - x_start) / 2
+    if len(known) == 2:                           # weights that make the step exact for a quadratic x_start(lambda)
+        gain = _gain(here, there)
+        first = (1 - gain / h) / gain
+        second = (1 - 2 * first * gain / h) / gain
+        ratio = (known[0][0] - newest) / h
+        of_earlier = (second - first) / (ratio - 1)
+        change = of_earlier * (known[0][1] - x_start) / ratio + (first - of_earlier) * (following - x_start)
+    return there.sigma / here.sigma * x + there.alpha * _gain(here, there) * (x_start + change)
+
+
+def _gain(here: Level, there: Level) -> float:
+    """1 - e^-h."""
+    return 1 - there.s * here.alpha / here.sigma
+
+
+def heun(denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0,
+         progress: Progress = iter) -> Tensor:
+    """Heun's method in s, of second order: two calls a step, but one for a first step from far above EDM's range, which
+    is of first order since s changes too much there, and one for the last.
+
+    eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which begins at the higher
+    level then, the nearest that the network knows.
+    """
+    steps = len(levels) - 1
+    gamma = min(eta * CHURN / steps, math.sqrt(2) - 1)
+    for i in progress(range(steps)):
+        here, there = levels[i], levels[i + 1]
+        if gamma and CHURN_RANGE[0] <= here.s <= CHURN_RANGE[1]:
+            raised = denoise.nearest(here.s * (1 + gamma))
+            if raised.s > here.s:
+                added = math.sqrt(raised.s ** 2 - here.s ** 2)
+                here, x = raised, raised.alpha * (x / here.alpha + added * noise(i))
+        x_start = denoise(x, here)
+        eps = (x - here.alpha * x_start) / here.sigma                     # dy / ds, where y = x / alpha
+        x = there.alpha * x_start + there.sigma * eps
+        if there.sigma and here.s <= 2 * LARGEST_NOISE:
+            other = (x - there.alpha * denoise(x, there)) / there.sigma
+            x = x + there.alpha * (there.s - here.s) / 2 * (other - eps)
+    return x
+
+
+# By name; all take the same arguments. `dpm++sde` and `edm` are their neighbours with eta.
+SOLVERS: dict[str, Callable[..., Tensor]] = {"dpm++": dpmpp, "dpm++sde": dpmpp, "unipc": unipc, "heun": heun,
+                                             "edm": heun}
+# Samplers whose noise can be scaled, and its usual amount.
+ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0}
+
+
+def eta_of(sampler: str, eta: float | None) -> float:
+    """The amount of noise: `eta`, None for the sampler's usual. ConfigError: its noise cannot be chosen."""
+    if eta is not None and sampler not in ETAS:
+        raise ConfigError(f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "
+                          f"{', '.join(ETAS)}")
+    return ETAS.get(sampler, 0.0) if eta is None else eta
+
+
+def steps_of(sampler: str, num_calls: int) -> int:
+    """How many steps a solver may take for so many calls of the network."""
+    return (num_calls + 1) // 2 if SOLVERS.get(sampler) is heun else num_calls
+
+
+@torch.no_grad()
+def solve(sampler: str, denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float,
+          progress: Progress = iter) -> Tensor:
+    """x_start from noise x (B, ...), which belongs to levels[0], by the solver of that name."""
+    return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)
