@@ -23,11 +23,12 @@ RULES = {
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe", "__version__"),
-    "track.flops": ("ranks", "recipe", "data", "systems.base"),
+    "costs.chips": ("recipe",), "track.flops": ("ranks", "recipe", "data", "systems.base", "costs.chips"),
     "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
+    "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
@@ -96,7 +97,7 @@ def allowed(module: str) -> tuple[str, ...]:
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:
-        return (*A_VERB, own)
+        return (*A_VERB, own, *(("bench.calibrate",) if own == "plan" else ()))     # the loop's own step is timed
     if own == "dstrain":
         return ()
     if own.startswith("systems.") and own not in RULES:
