@@ -15,8 +15,8 @@ from dstrain.command.ending import run_main
 from dstrain.command.job import Job, JobOptions, checked, prepare
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
-__all__ = ["ConfigError", "Job", "JobOptions", "describe", "job_arguments", "load_recipe", "prepare", "run_main",
-           "train_arguments"]
+__all__ = ["ConfigError", "Job", "JobOptions", "describe", "job_arguments", "load_case", "load_recipe", "prepare",
+           "run_main", "train_arguments"]
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")
@@ -91,6 +91,12 @@ def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
     if problems:
         raise ConfigError(*problems)
     return run
+
+
+def load_case(recipe: Path | None, ds_config: Path | None, root: Path, overrides: Sequence[str]) -> tuple[Run, Path]:
+    """As load_recipe, and the DeepSpeed JSON's path; None stands for the default of either."""
+    return (load_recipe(recipe or _DEFAULT_RECIPE, root, overrides),
+            _find("--ds_config", ds_config, _DEFAULT_DS_CONFIG, root))
 
 
 def describe(job: Job) -> str:

@@ -13,8 +13,8 @@ from dstrain.recipe import ConfigError
 
 GIB = 2 ** 30
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Dense peaks in TFLOP/s by the name that torch gives a GPU: 16-bit with fp32 sums, TF32, fp32. A part of a GPU (MIG) and
-# laptops have other names, and are measured as all that is not listed.
+# Dense peaks in TFLOP/s by the name that torch gives a GPU: 16-bit with fp32 sums, TF32, fp32. A part of a GPU (MIG)
+# and laptops have other names, and are measured as all that is not listed.
 _PEAKS = (
     (r"B200", 2250, 1125, 75),
     (r"H200|H100 \d+GB HBM\w+|H100|H800|GH200 .*", 989.4, 494.7, 66.9),

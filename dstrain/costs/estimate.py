@@ -13,7 +13,7 @@ from dstrain.recipe import Run
 # Of a GPU's memory, beside what is counted: the driver's own and the CUDA context with its libraries; the buffers of
 # NCCL's channels; and the allocator's loss, a share of what is counted.
 _CONTEXT, _NCCL, _ALLOCATOR = 2 * GIB, GIB, 0.05
-_HOST = 0.9                              # of the host's memory, what ranks may take: loaders and the system have the rest
+_HOST = 0.9                              # of the memory of a host, what ranks may take; loaders need some
 OPTIONAL = "offload_optimizer", "offload_param"
 
 
@@ -87,7 +87,8 @@ def held(estimate: Estimate) -> str:
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:
-        text += f", {estimate.host / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB of the host's memory for a rank"
+        text += (f", {estimate.host / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB that a rank may take of the "
+                 "host's memory")
     return text
 
 
