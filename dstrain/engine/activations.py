@@ -22,7 +22,7 @@ def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
     Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
     """
     before = {tensor.untyped_storage()._cdata for tensor in present}
-    with _Storages() as storages, _Fused():
+    with _Storages() as storages, Fused():
         value = loss()                            # holds the graph
     gc.collect()
     live = sum(size for key, (storage, size) in storages.made.items() if key not in before and not storage.expired())
@@ -53,7 +53,7 @@ class _Storages(TorchDispatchMode):
         return out
 
 
-class _Fused(TorchFunctionMode):
+class Fused(TorchFunctionMode):
     """Attention by the kernels that torch takes on a GPU. On the meta device it would take the plain products."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -92,10 +92,15 @@ class _Useful(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
-        if formula is not None and not (self.backward and torch.is_grad_enabled()):
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        if not (self.backward and torch.is_grad_enabled()):
+            self.flops += operations(func, args, kwargs or {}, out)
         return out
+
+
+def operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
+    formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
+    return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
 def _on_meta(system: System) -> System:
