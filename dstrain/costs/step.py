@@ -14,8 +14,7 @@ from dstrain.costs.counts import Collective
 from dstrain.costs.watch import Watch
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.holdings import gathering, gradients, kept
-from dstrain.engine.masters import Masters
+from dstrain.engine.holdings import gradients, kept, makers
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.train import take_step
@@ -46,7 +45,8 @@ def measure(run: Run, settings: dict[str, Any], system: System,
             engines_of: Callable[..., Engines] = Engines) -> tuple[Measured, Engines, EmaShadow]:
     """Builds engines and averages and takes three steps, of which the last counts."""
     with Watch() as watch:
-        engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+        with watch.making("buckets"):                             # what is made here and has no other owner
+            engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         with watch.making("inputs"):
             batches = Repeated(system, settings["train_micro_batch_size_per_gpu"],
@@ -72,6 +72,22 @@ def measure(run: Run, settings: dict[str, Any], system: System,
     return result, engines, ema
 
 
+def build(run: Run, settings: dict[str, Any], system: System,
+          engines_of: Callable[..., Engines]) -> tuple[dict[str, int], Engines, EmaShadow]:
+    """Engines and averages without a step, and the bytes of what has an owner, by kind."""
+    with Watch() as watch:
+        engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
+        ema = EmaShadow(engines.masters, run.ema, system.averaged)
+        for masters in engines.masters.values():
+            for moment in masters.kinds:
+                masters.moments(moment)
+        for kind, tensor in kept(engines.masters, ema):
+            watch.mark([tensor], kind, MADE_IN_A_STEP)
+        watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        sizes = watch.alive()
+    return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
+
+
 def _label(watch: Watch, system: System, engines: Engines, updates: list[int]) -> None:
     """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends."""
     around(system, "encode", lambda: watch.making("inputs"))
@@ -79,16 +95,16 @@ def _label(watch: Watch, system: System, engines: Engines, updates: list[int]) -
     system.observe = lambda rows: None                            # it would read values
 
     @contextmanager
-    def updating(masters: Masters) -> Iterator[None]:
+    def updating() -> Iterator[None]:
         watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         updates.append(watch.now)
         yield
         updates.append(watch.now)
 
     for masters in engines.masters.values():
-        around(masters, "step", partial(updating, masters))
-        for owner, name in gathering(masters):
-            around(owner, name, lambda: watch.making("gathered"))
+        around(masters, "step", updating)
+        for owner, name, kind in makers(masters):
+            around(owner, name, partial(watch.making, kind))
 
 
 def around(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
@@ -106,9 +122,9 @@ def around(owner: Any, name: str, context: Callable[[], AbstractContextManager])
 def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     """Between two steps: what is alive stays, and has the kind of its owner; counts begin anew."""
     for kind, tensor in kept(engines.masters, ema):
-        watch.mark([tensor], kind, MADE_IN_A_STEP)
-    watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-    watch.mark_rest("buckets", MADE_IN_A_STEP)
+        watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
+    watch.mark(gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+    watch.mark_rest("other", MADE_IN_A_STEP)
     watch.collectives()
     watch.recomputed = 0.0
 

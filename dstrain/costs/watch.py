@@ -45,7 +45,7 @@ class Watch(TorchDispatchMode):
         elif self.kind == "working" and torch.is_grad_enabled():  # a backward pass derives only what it computes again
             self.recomputed += operations(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self.see(tensor)
         return out
 

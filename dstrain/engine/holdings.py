@@ -1,7 +1,7 @@
 """What engines and averages hold between calls, by kind. Like masters.py, it reaches behind DeepSpeed's interface.
 
-    weights      what the networks compute with, and their buffers: at stage 3 this rank's shares, and the small weights
-                 that stay whole
+    weights      what the networks compute with, and their buffers: at stage 3 this rank's shares
+    persistent   at stage 3, small weights that stay whole
     masters      fp32 weights; at stage 0 and in fp32 the weights may be these
     moments      the optimizer's state
     gradients    sums of the micro-batches, and reduced gradients
@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.masters import Masters
 
-OFFLOADED = ("masters", "moments", "gradients", "average")       # by offload_optimizer, in the host's memory
+# What lies in the host's memory between steps, by entry of the JSON.
+OFFLOADED = {"offload_optimizer": ("masters", "moments", "gradients", "average"), "offload_param": ("weights",)}
+
+
+def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
+    """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
+    kinds = [(own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
+             for part, own in masters.items()]
+    return sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
 
 
 def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
@@ -29,7 +37,7 @@ def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, 
         for weight in module.parameters():
             if hasattr(weight, "ds_tensor"):
                 yield "weights", weight.ds_tensor
-                yield "weights" if weight.ds_persist else "gathered", weight.data
+                yield "persistent" if weight.ds_persist else "gathered", weight.data
             else:
                 yield "weights", weight.data
         yield from (("weights", buffer) for buffer in module.buffers())
@@ -38,11 +46,13 @@ def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, 
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
-def gathering(masters: Masters) -> Iterator[tuple[Any, str]]:
-    """Owner and name of the methods that make weights whole."""
+def makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+    """Owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
-        yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module"
+        yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module", "gathered"
+    elif hasattr(zero, "backward_prologue"):
+        yield zero, "backward_prologue", "buckets"
 
 
 def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
