@@ -28,10 +28,10 @@ RULES = {
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
-    "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops"),
+    "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops", "bench.sides", "train"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
-    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
+    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
@@ -97,7 +97,7 @@ def allowed(module: str) -> tuple[str, ...]:
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:
-        return (*A_VERB, own, *(("bench.calibrate",) if own == "plan" else ()))     # the loop's own step is timed
+        return (*A_VERB, own, *(("bench.calibrate",) if own == "plan" else ()))    # which times the loop's own step
     if own == "dstrain":
         return ()
     if own.startswith("systems.") and own not in RULES:

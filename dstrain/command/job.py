@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain import recipe, systems
+from dstrain.costs.counts import Layout
 from dstrain.engine import settings
 from dstrain.engine.store import Store
 from dstrain.ranks import group
@@ -58,7 +59,11 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
             remarks += _check_data_and_folder(run, options)
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
+    remarks = settings.remarks(resolved, device_type) + remarks
+    if options.dry_run and group.place().rank == 0:
+        from dstrain.costs.estimate import brief
+        remarks += brief(run, resolved, Layout(world, group.place().local_world), device_type)
+    return Job(run, resolved, remarks)
 
 
 def checked(run: Run) -> tuple[Run, list[str]]:

@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.costs.chips import GIB, Chip
+from dstrain.costs.chips import GIB, Chip, this_chip
+from dstrain.costs.count import count
 from dstrain.costs.counts import Counts, Layout
 from dstrain.costs.steptime import StepTime, step_time
 from dstrain.engine.settings import offload, precision, stage
@@ -96,6 +97,23 @@ def changes(before: Estimate, after: Estimate) -> dict[str, Any]:
     """The choices that differ, with their values after."""
     choices = before.choices()
     return {name: value for name, value in after.choices().items() if value != choices[name]}
+
+
+def brief(run: Run, settings: dict[str, Any], layout: Layout, device_type: str) -> list[str]:
+    """The costs of a run where it stands, a few lines: for a dry run."""
+    try:
+        counts = count(run, settings, layout, device_type)
+    except (RuntimeError, TypeError, ValueError) as error:       # as command/probe.py meets them on the meta device
+        return [f"costs: not counted, since the system needs values: {str(error).partition(chr(10))[0][:150]}"]
+    kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in counts.device.items() if size)
+    weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in counts.weights.items())
+    lines = [f"weights: {weights}; a checkpoint takes {counts.checkpoint / 1e9:.3g} GB",
+             f"each of {layout.world} ranks takes {sum(counts.device.values()) / 1e9:.3g} GB in a step of "
+             f"{(counts.flops + counts.recomputed) / 1e12:.3g} TFLOP: {kinds}"]
+    if device_type == "cuda" and (chip := this_chip()):
+        estimate = Estimate(run, settings, layout, chip, counts)
+        lines.append(f"{'that fits' if estimate.fits else 'THAT DOES NOT FIT, see launch/plan.py'}: {held(estimate)}")
+    return lines
 
 
 def as_json(values: Any) -> str:
