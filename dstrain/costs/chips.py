@@ -5,7 +5,7 @@ machines (DGX H100, H200, A100: one port a GPU); for others give --network.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -90,12 +90,3 @@ def chip(text: str) -> Chip:
     if not 2 ** 28 <= memory <= 2 ** 50:
         raise ConfigError(f"{problem}; {memory:.3g} bytes are no GPU's")
     return Chip(int(memory))
-
-
-def this_chip() -> Chip | None:
-    """The GPU of this process, with its own memory; None: there is none."""
-    if not torch.cuda.is_available():
-        return None
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = [one for one in CHIPS.values() if one.name == device.name]
-    return replace(known[0] if known else Chip(0), memory=device.total_memory)

@@ -4,12 +4,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.costs.chips import GIB, Chip, this_chip
-from dstrain.costs.count import count
+from dstrain.costs.chips import GIB, Chip
 from dstrain.costs.counts import Counts, Layout
+from dstrain.costs.rank import whole
 from dstrain.costs.steptime import StepTime, step_time
 from dstrain.engine.settings import offload, precision, stage
 from dstrain.recipe import Run
+from dstrain.systems.base import System
+from dstrain.track.flops import step_flops
 
 # Of a GPU's memory, beside what is counted: the driver's own and the CUDA context with its libraries; the buffers of
 # NCCL's channels; and the allocator's loss, a share of what is counted.
@@ -99,21 +101,19 @@ def changes(before: Estimate, after: Estimate) -> dict[str, Any]:
     return {name: value for name, value in after.choices().items() if value != choices[name]}
 
 
-def brief(run: Run, settings: dict[str, Any], layout: Layout, device_type: str) -> list[str]:
-    """The costs of a run where it stands, a few lines: for a dry run."""
+def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
+    """What can be said of a run's costs within a second: weights, operations, and what a rank keeps between steps."""
+    numbers, checkpoint = whole(run, system)
+    learned = sum(number for part, number in numbers.items() if not part.startswith("frozen/"))
+    width, zero = 4 if precision(settings) == "fp32" else 2, stage(settings)
+    kept = checkpoint / (world if zero else 1) + (width * learned / (world if zero == 3 else 1) if width == 2 else 0)
     try:
-        counts = count(run, settings, layout, device_type)
-    except (RuntimeError, TypeError, ValueError) as error:       # as command/probe.py meets them on the meta device
-        return [f"costs: not counted, since the system needs values: {str(error).partition(chr(10))[0][:150]}"]
-    kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in counts.device.items() if size)
-    weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in counts.weights.items())
-    lines = [f"weights: {weights}; a checkpoint takes {counts.checkpoint / 1e9:.3g} GB",
-             f"each of {layout.world} ranks takes {sum(counts.device.values()) / 1e9:.3g} GB in a step of "
-             f"{(counts.flops + counts.recomputed) / 1e12:.3g} TFLOP: {kinds}"]
-    if device_type == "cuda" and (chip := this_chip()):
-        estimate = Estimate(run, settings, layout, chip, counts)
-        lines.append(f"{'that fits' if estimate.fits else 'THAT DOES NOT FIT, see launch/plan.py'}: {held(estimate)}")
-    return lines
+        work = f"; a step is {step_flops(system, run.batch.global_, run.steps - 1) / world / 1e12:.3g} TFLOP a rank"
+    except (RuntimeError, TypeError, ValueError):                # as command/probe.py meets them on the meta device
+        work = ""
+    weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())
+    return (f"weights: {weights}; each of {world} ranks keeps {kept / 1e9:.3g} GB of weights, moments and averages"
+            f"{work}; launch/plan.py counts all that a step takes")
 
 
 def as_json(values: Any) -> str:
