@@ -70,11 +70,13 @@ def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
     """Times two short steps on this device, of the micro-batch and a quarter of it; predicts others, and depths."""
     from dstrain.bench.calibrate import step_seconds
 
-    micro = run.batch.micro or run.batch.global_ // group.place().world
+    if group.place().world > 1:
+        raise ConfigError("--calibrate times one process: start it as `python launch/plan.py --calibrate`")
+    micro = run.batch.micro or run.batch.global_
     if micro < 4:
         raise ConfigError("--calibrate compares two micro-batches: write batch.global and batch.micro of 4 or more")
     cases = {size: _one_batch(run, ds_config, size) for size in (micro, micro // 4)}
-    seconds, clock = step_seconds(*cases[micro], tuple(cases))           # before counting, which pretends engines
+    seconds, clock = step_seconds(*cases[micro], tuple(cases))
     fitted = rates(*(Measured(_costs(*cases[size]), size, seconds[size]) for size in cases))
     depths = [max(int(run.model["depth"] * share), 1) for share in (0.5, 1, 2)] if "depth" in run.model else [None]
     rows = []
@@ -96,15 +98,13 @@ def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
 
 
 def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, Any]]:
-    """The run with one micro-batch of that size on each rank, and its settings."""
-    world = group.place().world
-    run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro, "global_": micro * world})})
-    return run, resolve(ds_config, run, world, group.device().type)
+    """The run with one micro-batch of that size in one process, and its settings."""
+    run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro, "global_": micro})})
+    return run, resolve(ds_config, run, 1, group.device().type)
 
 
 def _costs(run: Run, settings: dict[str, Any]) -> Counts:
-    world = group.place().world
-    return count(run, settings, Layout(world, world), group.device().type)
+    return count(run, settings, Layout(1, 1), group.device().type)
 
 
 def _where(estimate: Estimate) -> str:
