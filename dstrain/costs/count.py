@@ -28,13 +28,12 @@ def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cud
     counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
     """
     from dstrain.costs.rank import count_here
-    from dstrain.engine.settings import stage
-    return _worker(stage(settings) == 3).submit(count_here, run, settings, layout, device).result()
+    return _worker().submit(count_here, run, settings, layout, device).result()
 
 
 @functools.cache
-def _worker(scatters: bool) -> ProcessPoolExecutor:
-    """The process that counts. ZeRO-3 changes torch's layers for the whole process, so that it has one for itself."""
+def _worker() -> ProcessPoolExecutor:
+    """The process that counts, kept for the next call."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
 
 

@@ -27,15 +27,7 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     system = systems.build(run.system, run.model)
     flops = step_flops(system, run.batch.global_, counted_step(run, system)) / layout.world
     weights, checkpoint = whole(run, system)
-    few = min(layout.world, _RANKS) if stage(settings) == 3 else layout.world
-    with first_of(few), Fused() if device == "cuda" else nullcontext():
-        measured, engines, ema = measure(run, settings, system, PretendedEngines)
-        own = saved(engines.masters, ema)
-    if few < layout.world:
-        with first_of(layout.world):
-            kept, engines, ema = build(run, settings, system, PretendedEngines)
-            own = saved(engines.masters, ema)
-        measured = _spread(measured, kept, few, layout.world)
+    measured, own = pretended(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds]
     host = {kind: measured.kept[kind] for kind in moved if measured.kept.get(kind)}
@@ -43,6 +35,21 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     if run.save.asynchronous and run.save.format != "deepspeed":
         host["snapshot"] = own
     return Counts(weights, on_device, host, measured.collectives, flops, measured.recomputed, checkpoint)
+
+
+def pretended(run: Run, settings: dict[str, Any], system: System, world: int, device: str) -> tuple[Measured, int]:
+    """A step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
+    few = min(world, _RANKS) if stage(settings) == 3 else world
+    batch = settings["train_batch_size"] * few // world
+    with first_of(few), Fused() if device == "cuda" else nullcontext():
+        measured, engines, ema = measure(run, {**settings, "train_batch_size": batch}, system, PretendedEngines)
+        own = saved(engines.masters, ema)
+    if few < world:
+        with first_of(world):
+            kept, engines, ema = build(run, settings, system, PretendedEngines)
+            own = saved(engines.masters, ema)
+        measured = _spread(measured, kept, few, world)
+    return measured, own
 
 
 def _require_countable(run: Run, settings: dict[str, Any]) -> None:

@@ -15,11 +15,14 @@ from dstrain.costs.watch import Watch
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.holdings import gradients, kept, makers
+from dstrain.engine.settings import stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.train import take_step
 
-_WARM = 2                    # steps before the one that counts: ZeRO-3 learns the order of the weights from them
+# Steps before the one that counts. The first one makes the moments, and from it ZeRO-3 learns the order of the weights,
+# by which it fetches them ahead in the second.
+_WARM = {0: 1, 1: 1, 2: 1, 3: 2}
 _EVERY = 16                  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
 
 MADE_IN_A_STEP = ("other", "activations", "working")      # kinds of what has no owner that is known yet
@@ -43,7 +46,7 @@ class Measured:
 
 def measure(run: Run, settings: dict[str, Any], system: System,
             engines_of: Callable[..., Engines] = Engines) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds engines and averages and takes three steps, of which the last counts."""
+    """Builds engines and averages and takes a few steps, of which the last counts."""
     with Watch() as watch:
         with watch.making("buckets"):                             # what is made here and has no other owner
             engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
@@ -56,7 +59,7 @@ def measure(run: Run, settings: dict[str, Any], system: System,
         updates: list[int] = []                                   # where they begin and end, in turn
         _label(watch, system, engines, updates)
         last = counted_step(run, system)
-        for number in range(last - _WARM, last + 1):
+        for number in range(last - _WARM[stage(settings)], last + 1):
             _settle(watch, engines, ema)
             begin = watch.now
             with watch.making("activations"):

@@ -51,8 +51,8 @@ def makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
         yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module", "gathered"
-    elif hasattr(zero, "backward_prologue"):
-        yield zero, "backward_prologue", "buckets"
+    elif hasattr(zero, "setup_buckets"):
+        yield zero, "setup_buckets", "buckets"
 
 
 def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:

@@ -39,6 +39,7 @@ def first_of(world: int) -> Iterator[None]:
     adam.DeepSpeedCPUAdam.step = _first_step
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
         create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
+    linear = nn.functional.linear
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
@@ -47,8 +48,10 @@ def first_of(world: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-        for name in [name for name, value in vars(groups).items() if isinstance(value, dist.ProcessGroup)]:
-            setattr(groups, name, None)
+        for name, value in vars(groups).items():                  # groups that it has made, beside its functions
+            if name.endswith("_GROUP") and value is not None:
+                setattr(groups, name, {} if isinstance(value, dict) else None)
+        nn.functional.linear = linear                             # ZeRO-3 puts its own in this place
         group.forget()
 
 
