@@ -23,14 +23,15 @@ RULES = {
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe", "__version__"),
-    "track.flops": ("ranks", "recipe", "data", "systems.base"),
+    "costs.chips": ("recipe",), "track.flops": ("ranks", "recipe", "data", "systems.base", "costs.chips"),
     "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
+    "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops", "bench.sides", "train"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
-    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
+    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
@@ -56,7 +57,7 @@ OWNERS = {
 # What may be called while a module is imported: it makes a value and does no work.
 VALUES = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "dict.fromkeys", "Path", "TypeVar", "np.uint64",
           "Field", "field", "BeforeValidator", "ConfigDict", "fixed", "filled_in", "Resume", "torch.device",
-          "threading.local", "_class.add_implicit_resolver"}
+          "threading.local", "_class.add_implicit_resolver", "Chip"}
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 
 
@@ -97,7 +98,7 @@ def allowed(module: str) -> tuple[str, ...]:
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:
-        return (*A_VERB, own)
+        return (*A_VERB, own, *(("bench.calibrate",) if own == "plan" else ()))    # which times the loop's own step
     if own == "dstrain":
         return ()
     if own.startswith("systems.") and own not in RULES:

@@ -16,7 +16,7 @@ from dstrain.command.job import Job, JobOptions, checked, prepare
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
-__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_recipe", "prepare",
+__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_case", "load_recipe", "prepare",
            "run_main", "train_arguments"]
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
@@ -92,6 +92,12 @@ def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:
     if problems:
         raise ConfigError(*problems)
     return run
+
+
+def load_case(recipe: Path | None, ds_config: Path | None, root: Path, overrides: Sequence[str]) -> tuple[Run, Path]:
+    """As load_recipe, and the DeepSpeed JSON's path; None stands for the default of either."""
+    return (load_recipe(recipe or _DEFAULT_RECIPE, root, overrides),
+            _find("--ds_config", ds_config, _DEFAULT_DS_CONFIG, root))
 
 
 def describe(job: Job) -> str:

@@ -56,7 +56,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
         problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
     if not problems and group.place().rank == 0:
         with _collecting(problems):
-            remarks += _check_data_and_folder(run, options)
+            remarks += _check_data_and_folder(run, options, resolved, world)
     if problems:
         raise ConfigError(*problems)
     return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
@@ -143,7 +143,7 @@ def _folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
+def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, Any], world: int) -> list[str]:
     """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
 
     Returns remarks that are worth printing. ConfigError: the first problem.
@@ -172,6 +172,9 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     _check_step(run, options)
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)
+    if options.dry_run:
+        from dstrain.costs.estimate import brief
+        remarks.append(brief(run, system, resolved, world))
     phases().at("trying two samples")
     return remarks if options.print_config else remarks + probe(run, system, source)
 

@@ -46,7 +46,7 @@ def expm1(x: Tensor) -> Tensor:
 
 def readable(x: Tensor) -> bool:
     """Whether the host can read values now: they lie on the CPU, and no graph is being compiled."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _HostExpm1(torch.autograd.Function):

@@ -24,7 +24,7 @@ class WideSums:
 
     def attach(self, engine: Any) -> None:
         """Begins to sum: `engine` says which micro-batch is the last and reduces what it leaves in the weights."""
-        self._engine, reduce = engine, engine.allreduce_gradients
+        self._engine, reduce, engine.wide_sums = engine, engine.allreduce_gradients, self
 
         def reduce_all(*args: Any, **kwargs: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():               # of weights without a part in the last one
@@ -33,6 +33,10 @@ class WideSums:
             return reduce(*args, **kwargs)
 
         engine.allreduce_gradients = reduce_all
+
+    def held(self) -> Iterable[Tensor]:
+        """The sums so far."""
+        return self._sums.values()
 
     @torch.no_grad()
     def _take(self, weight: nn.Parameter) -> None:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +21,7 @@ def kept(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
     Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
     """
     before = {tensor.untyped_storage()._cdata for tensor in present}
-    with _Storages() as storages, _Fused():
+    with _Storages() as storages, Fused():
         value = loss()                            # holds the graph
     gc.collect()
     live = sum(size for key, (storage, size) in storages.made.items() if key not in before and not storage.expired())
@@ -53,13 +52,18 @@ class _Storages(TorchDispatchMode):
         return out
 
 
-class _Fused(TorchFunctionMode):
-    """Attention by the kernels that torch takes on a GPU. On the meta device it would take the plain products."""
+class Fused:
+    """Attention by the kernels that torch takes on a GPU. On the meta device it would take the plain products.
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _fused(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    Torch's function is replaced, since a TorchFunctionMode does not hold within Tensor.backward, where blocks are
+    computed again.
+    """
+
+    def __enter__(self) -> None:
+        self._own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _fused
+
+    def __exit__(self, *_: Any) -> None:
+        F.scaled_dot_product_attention = self._own
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

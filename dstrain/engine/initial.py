@@ -54,7 +54,7 @@ def build(networks: Networks, seed: int,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            with _weights_on_meta() if reason is None else nullcontext():
+            with weights_on_meta() if reason is None else nullcontext():
                 built = networks()
         except Exception:                          # a buffer computed from a weight; a real mistake comes again
             if reason is not None:
@@ -90,7 +90,7 @@ def _released(values: list[tuple[str, Tensor]], names: object = None) -> Iterato
 
 
 @contextmanager
-def _weights_on_meta() -> Iterator[None]:
+def weights_on_meta() -> Iterator[None]:
     """Parameters that modules register inside take no memory, and drawing them no time; buffers do as ever."""
     moved: Any = WeakTensorKeyDictionary()         # tied weights stay tied
 

@@ -196,6 +196,10 @@ class Masters(Updates):
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
         self._inner().state.clear()
 
+    def optimizer_state(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps, as it lies."""
+        return list(self._inner().state.values())
+
     @property
     def kinds(self) -> list[str]:
         """The moments that the optimizer keeps, of all weights or of some."""

@@ -75,6 +75,11 @@ def leave(seconds: float = 60.0) -> None:
     except dist.DistError:
         pass
     dist.destroy_process_group()                              # ends its threads, too: see quit_among_others
+    forget()
+
+
+def forget() -> None:
+    """Forgets what was made from a process group that has ended, so that another one may begin."""
     _usual_control.cache_clear()
 
 

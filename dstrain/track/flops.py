@@ -6,7 +6,6 @@ device, whose tensors have shapes and no values: it takes about a second once, a
 """
 
 import copy
-import re
 import time
 import warnings
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from dstrain.costs.chips import known_rate
 from dstrain.data.batches import placed
 from dstrain.ranks import group
 from dstrain.recipe import Run
@@ -23,24 +23,6 @@ from dstrain.systems.base import System
 _SAMPLES = 2                                     # of a count; operations grow with the number of samples
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}       # operations that torch has no formula for
-# The makers' dense peaks in TFLOP/s by the name that torch gives a GPU: 16-bit with fp32 sums, TF32, fp32. A part of a
-# GPU (MIG) and laptops have other names, and are measured as all that is not listed.
-_PEAKS = (
-    (r"B200", 2250, 1125, 75),
-    (r"H200|H100 \d+GB HBM\w+|H100|H800|GH200 .*", 989.4, 494.7, 66.9),
-    (r"H[12]00 NVL", 835.5, 417.7, 60.3),
-    (r"H100 PCIe", 756, 378, 51.2),
-    (r"H20", 148, 74, 44),
-    (r"A[18]00-\w+-\d+GB|A[18]00 \d+GB PCIe", 312, 156, 19.5),
-    (r"A40", 149.7, 74.8, 37.4),
-    (r"RTX A6000", 154.8, 77.4, 38.7),
-    (r"L40S", 362, 183, 91.6),
-    (r"L4", 121, 60, 30.3),
-    (r"RTX 6000 Ada Generation", 364.2, 182.1, 91.1),
-    (r"GeForce RTX 5090", 209.5, 104.8, 104.8),
-    (r"GeForce RTX 4090", 165.2, 82.6, 82.6),
-    (r"GeForce RTX 3090", 71.2, 35.6, 35.6),
-)
 
 
 class Utilization:
@@ -110,10 +92,15 @@ class _Useful(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
-        if formula is not None and not (self.backward and torch.is_grad_enabled()):
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        if not (self.backward and torch.is_grad_enabled()):
+            self.flops += operations(func, args, kwargs or {}, out)
         return out
+
+
+def operations(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of a call of aten, by torch's formulas; 0 of all but products and attention."""
+    formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
+    return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
 def _on_meta(system: System) -> System:
@@ -131,14 +118,6 @@ def chip_rate(device: torch.device, dtype: torch.dtype) -> float:
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return known_rate(name, dtype, torch.get_float32_matmul_precision() != "highest") or matmul_rate(device, dtype)
-
-
-def known_rate(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The listed rate of a GPU by torch's name for it, operations a second; None: it is not listed."""
-    for pattern, *peaks in _PEAKS:
-        if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
-            return peaks[0 if dtype != torch.float32 else 1 if tf32 else 2] * 1e12
-    return None
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:

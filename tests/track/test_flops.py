@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain import recipe, rng, systems
+from dstrain.costs.chips import known_rate
 from dstrain.ranks import group
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
-from dstrain.track.flops import Utilization, chip_rate, known_rate, step_flops
+from dstrain.track.flops import Utilization, chip_rate, step_flops
 from dstrain.track.throughput import Throughput
 from tests.support import first_stage
 from tests.support.launch import ROOT

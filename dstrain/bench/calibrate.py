@@ -1,0 +1,31 @@
+"""Two short steps of the loop's own on this device, with different micro-batches: what costs/calibration.py reads."""
+
+from typing import Any
+
+from dstrain.bench.sides import Dstrain, Repeated, system_of
+from dstrain.bench.timing import Machine, Times, alternate, keep_memory
+from dstrain.engine.start import start
+from dstrain.ranks import group
+from dstrain.recipe import Run
+
+ROUNDS, STEPS, WARM_UP = 5, 3, 3
+
+
+def step_seconds(run: Run, settings: dict[str, Any], micros: tuple[int, ...]) -> tuple[dict[int, float], str]:
+    """The least seconds of a step of one micro-batch of each size, and the clock in words. One engine takes all."""
+    start()
+    keep_memory()
+    machine, system = Machine(group.device()), system_of(run)
+    batches = {micro: Repeated(system, micro, 1) for micro in micros}
+    ours = Dstrain(run, settings, system, batches[micros[0]])
+
+    def steps(micro: int) -> Any:
+        def step(number: int) -> None:
+            ours.batches = batches[micro]
+            ours.step(number)
+        return step
+
+    times: dict[str, Times] = alternate({str(micro): steps(micro) for micro in micros}, group.device(), run.steps // 2,
+                                        rounds=ROUNDS, steps=STEPS, warm_up=WARM_UP)
+    clock = machine.clock()
+    return {micro: times[str(micro)].least(clock) for micro in micros}, machine.described()

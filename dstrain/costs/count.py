@@ -1,0 +1,45 @@
+"""Counts what a run costs on any number of ranks, before it is started, on a machine without a GPU.
+
+    counts.py    what is counted
+    rank.py      counts as rank 0, in a process of its own: its process group and its tensors are not real
+    step.py      three steps of the training loop under a watch
+    watch.py     what is alive when, what goes between ranks, what is computed again
+
+Nothing is computed, so a network of any size is counted whole, in seconds. Blocks are counted as they run eagerly; a
+compiled one keeps less. Not counted: what the driver, the libraries and torch's allocator take beside the tensors.
+"""
+
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from dstrain.costs.counts import Counts, Layout
+from dstrain.recipe import Run
+
+
+def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
+    """The costs of a checked recipe with `settings`, which engine/settings.resolve gives for layout.world.
+
+    device      "cuda", or "cpu" where attention is the CPU's
+
+    The first call takes the time of torch's and DeepSpeed's imports. ConfigError: the optimizer or ZeRO++ cannot be
+    counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
+    """
+    from dstrain.costs.rank import count_here
+    return _worker().submit(count_here, run, settings, layout, device).result()
+
+
+@functools.cache
+def _worker() -> ProcessPoolExecutor:
+    """The process that counts, kept for the next call."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+
+
+def _begin() -> None:
+    """Leaves GPUs to others, and says nothing: DeepSpeed tells of ranks that do not exist."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)

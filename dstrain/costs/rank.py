@@ -1,0 +1,101 @@
+"""Counts as rank 0 of any number of ranks: the work of a process of its own, see count.py."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from dstrain import systems
+from dstrain.costs.counts import Collective, Counts, Layout
+from dstrain.costs.step import Measured, build, counted_step, measure
+from dstrain.engine.activations import Fused
+from dstrain.engine.holdings import OFFLOADED, saved
+from dstrain.engine.optimizers import groups
+from dstrain.engine.pretended import PretendedEngines, first_of
+from dstrain.engine.settings import offload, stage
+from dstrain.recipe import ConfigError, Run
+from dstrain.systems.base import System
+from dstrain.track.flops import step_flops
+
+# At stage 3 DeepSpeed cuts each weight into as many tensors as there are ranks, in Python: a step of 1,024 ranks would
+# take minutes. Above this many a step is taken by so few, and what a rank keeps is counted at the true number.
+_RANKS = 8
+
+
+def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
+    """See count.count."""
+    _require_countable(run, settings)
+    run = run.model_copy(update={"compile": "off"})
+    system = systems.build(run.system, run.model)
+    flops = step_flops(system, run.batch.global_, counted_step(run, system)) / layout.world
+    weights, checkpoint = whole(run, system)
+    measured, own = pretended(run, settings, system, layout.world, device)
+    peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
+    moved = [kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds]
+    host = {kind: measured.kept[kind] for kind in moved if measured.kept.get(kind)}
+    on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
+    if run.save.asynchronous and run.save.format != "deepspeed":
+        host["snapshot"] = own
+    return Counts(weights, on_device, host, measured.collectives, flops, measured.recomputed, checkpoint)
+
+
+def pretended(run: Run, settings: dict[str, Any], system: System, world: int, device: str) -> tuple[Measured, int]:
+    """A step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
+    few = min(world, _RANKS) if stage(settings) == 3 else world
+    batch = settings["train_batch_size"] * few // world
+    with first_of(few), Fused() if device == "cuda" else nullcontext():
+        measured, engines, ema = measure(run, {**settings, "train_batch_size": batch}, system, PretendedEngines)
+        own = saved(engines.masters, ema)
+    if few < world:
+        with first_of(world):
+            kept, engines, ema = build(run, settings, system, PretendedEngines)
+            own = saved(engines.masters, ema)
+        measured = _spread(measured, kept, few, world)
+    return measured, own
+
+
+def _require_countable(run: Run, settings: dict[str, Any]) -> None:
+    """ConfigError: code that needs values or a GPU's kernels."""
+    if run.optimizer.name == "adamw8bit":
+        raise ConfigError("optimizer.name=adamw8bit: its library computes on real tensors alone, so nothing is "
+                          "counted: write optimizer.name=adamw for a bound")
+    zero = settings.get("zero_optimization", {})
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key, False) > (key == "zero_hpz_partition_size"):
+            raise ConfigError(f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: take '
+                              "ds_configs/zero3.json for a bound")
+
+
+def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
+    """Weights by part, and the bytes of a checkpoint without the headers of its files."""
+    numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
+    for part in system.parts:
+        network = system.on_meta(part)
+        averages = len(run.ema.decays) if part in system.averaged else 0
+        for members in groups(network, run, system.decays, system.blocks()):
+            count = sum(weight.numel() for weight in members["params"])
+            numbers[part] = numbers.get(part, 0) + count
+            size += 4 * count * (1 + len(members["moments"]) + averages)
+        trained = {name for name, _ in network.named_parameters()}
+        size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
+    for number, network in enumerate(system.frozen()):
+        name = f"frozen/{type(network).__name__}"
+        numbers[f"{name}_{number}" if name in numbers else name] = sum(value.numel() for value in network.parameters())
+    return numbers, size
+
+
+def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
+    """A step of `few` ranks as one of `world`: with their shares `kept`, all else being of whole weights or samples.
+
+    The optimizer's step works on shares alone. Weights are padded to a multiple of the ranks where they are exchanged.
+    """
+    smaller = kept["masters"] / measured.kept["masters"]
+    padded = smaller * world / few
+
+    def shared(kinds: dict[str, int], working: float) -> dict[str, int]:
+        sizes = {kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
+                 for kind, size in kinds.items()}
+        return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
+
+    collectives = tuple(Collective(each.operation, each.count, round(each.bytes * padded), world)
+                        for each in measured.collectives)
+    return Measured(shared(measured.kept, 1), shared(measured.passes, 1), shared(measured.update, smaller),
+                    collectives, measured.recomputed)

@@ -1,0 +1,95 @@
+"""This process as rank 0 of any number of ranks, of which the others do not exist, with tensors that hold no values.
+
+DeepSpeed runs as it always does. Its exchanges go to torch's fake process group, which answers at once and changes
+nothing. Its tensors are torch's fake ones, with shapes, types and devices: networks of any size take no memory.
+Where code reads a value, it gets zero.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrain.engine import prepare_environment
+from dstrain.engine.engines import Engines
+from dstrain.engine.initial import Networks, Values, weights_on_meta
+from dstrain.ranks import group
+
+
+@contextmanager
+def first_of(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    prepare_environment()
+    import deepspeed
+    from deepspeed.ops import adam
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.utils import groups
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None     # it compares values
+    adam.DeepSpeedCPUAdam.step = _first_step
+    adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
+        create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
+    linear = nn.functional.linear
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+        with FakeTensorMode(allow_non_fake_inputs=True), _Zeros():
+            yield
+    finally:
+        dist.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+        for name, value in vars(groups).items():                  # groups that it has made, beside its functions
+            if name.endswith("_GROUP") and value is not None:
+                setattr(groups, name, {} if isinstance(value, dict) else None)
+        nn.functional.linear = linear                             # ZeRO-3 puts its own in this place
+        group.forget()
+
+
+class _Zeros(TorchDispatchMode):
+    """Gives zero where a value of a fake tensor is read."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _zero(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _zero(tensor: torch.Tensor) -> bool | int | float:
+    return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+
+
+@torch.no_grad()
+def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
+    """Of DeepSpeed's AdamW on the host: makes the moments, as its own step does, and computes nothing."""
+    for members in optimizer.param_groups:
+        for weight in members["params"]:
+            state = optimizer.state[weight]
+            if weight.grad is not None and not state:
+                state["step"] = 0
+                state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
+
+
+class PretendedEngines(Engines):
+    """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
+
+    def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
+        with unset_fake_temporarily(), weights_on_meta():
+            built = networks()
+        for network in built.values():
+            for module in network.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=group.device())
+            # All lies where it belongs. torch cannot move fake weights that something else holds, too.
+            network._apply = lambda function, recurse=True, network=network: network
+        return {part: (network, lambda names=(): iter(())) for part, network in built.items()}

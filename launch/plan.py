@@ -1,0 +1,61 @@
+"""What a run will cost, before it is started: python launch/plan.py [--recipe R] --world N [key=value ...]"""
+
+from pathlib import Path
+
+from dstrain.command import arguments, cli
+
+_HELP = """\
+Says what a run will take: bytes on each rank, traffic, operations, time, energy; and what makes it fit.
+
+usage:  python launch/plan.py [options] [key=value ...]
+
+  --recipe FILE        what is learned: YAML (launch/recipes/dit-small.yaml); its data need not be here
+  --ds_config FILE     how it is sharded: DeepSpeed JSON (ds_configs/zero2.json)
+  --world N            GPUs, a rank each (1)
+  --gpus-per-node M    GPUs of a machine (8)
+  --gpu CHIP           h200, h100, a100, 4090, or the bytes of its memory, such as 96GiB; then no times (h200)
+  --network GBITS      of a GPU to other machines, Gbit/s (h200, h100: 400; a100: 200; 4090: 25)
+  --search             the table of stage x micro-batch x recomputation that fits, the fastest first
+  --calibrate          time two short steps on this device, and predict other micro-batches and depths
+  --json               for programs: bytes, seconds, operations
+  -h, --help           this text
+
+No network of a file is needed: leave out encoders with model.first_stage=null, model.text_encoder=null and the like.
+launch/plan.md says what is counted, what is modelled, and has tables of large runs.
+
+examples:
+  python launch/plan.py --world 8 --gpu 4090
+  python launch/plan.py --recipe launch/recipes/prior-1b.yaml model.text_encoder=null --world 64 --search
+"""
+
+
+def _options(argv: list[str] | None = None) -> dict:
+    parser = arguments.Parser(_HELP)
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
+    parser.add_argument("--world", type=arguments.positive, default=1)
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=arguments.positive, default=8)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--network", type=arguments.positive)
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--search", action="store_true")
+    ways.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    return parser.values(parser.parse_intermixed_args(argv))
+
+
+def main() -> None:
+    options = _options()
+    run, ds_config = cli.load_case(options["recipe"], options["ds_config"], Path(__file__).resolve().parents[1],
+                                   options["overrides"])
+    from dstrain import plan
+    if options["calibrate"]:
+        print(plan.calibrated(run, ds_config, options["json"]))
+        return
+    case = plan.case(run, ds_config, options["world"], options["gpus_per_node"], options["gpu"], options["network"])
+    print((plan.ways if options["search"] else plan.plan)(case, options["json"]))
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,85 @@
+"""Run by test_costs.py: a few steps of real ranks, and the same steps as dstrain/costs/ counts them; as JSON.
+
+The loss takes the way of a GPU in both, where no value is read.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dstrain import recipe, systems
+from dstrain.command.job import checked
+from dstrain.costs import rank, step
+from dstrain.costs.counts import Layout
+from dstrain.diffusion import gaussian, likelihood
+from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.engines import Engines
+from dstrain.engine.settings import resolve
+from dstrain.engine.streams import read_header
+from dstrain.ranks import group
+from dstrain.recipe import Run
+
+from tests.support.launch import ROOT
+from tests.support.live import Live
+
+BUCKET = 20_000
+VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}", "batch.micro=1")
+CASES = {"dit": ("tiny",), "dit summed": ("tiny", "batch.micro=1", "model.recompute=all"), "vae": VAE,
+         "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"),
+         "tokenizer": ("tiny-phenaki-tokenizer",)}
+
+
+def configurations(world: int) -> list[tuple[str, int, bool]]:
+    """Case, stage, and whether in bf16."""
+    cases = [(name, stage, True) for name in ("dit", "dit summed", "vae", "phenaki") for stage in range(4)]
+    cases += [("dit", stage, False) for stage in (0, 3)] + [("tokenizer", 2, True)]
+    return cases if world < 4 else [case for case in cases if case[0] in ("dit summed", "vae")]
+
+
+def prepared(folder: Path, case: str, stage: int, bf16: bool, world: int) -> tuple[Run, dict[str, Any]]:
+    name, *words = CASES[case]
+    words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
+    run, problems = checked(recipe.load(ROOT / "tests" / "launch" / f"{name}.yaml", words))
+    assert not problems
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 1000, "stage3_max_live_parameters": BUCKET}
+    return run, resolve({"zero_optimization": zero, "bf16": {"enabled": bf16}}, run, world, "cpu")
+
+
+def without_values() -> None:
+    gaussian.readable = likelihood.readable = lambda values: False
+
+
+def real(folder: Path, world: int) -> None:
+    """On real ranks: what is allocated, by kind and in all, and what a checkpoint takes."""
+    without_values()
+    figures = {}
+    for case, stage, bf16 in configurations(world):
+        run, settings = prepared(folder, case, stage, bf16, world)
+        system = systems.build(run.system, run.model)
+        with Live() as live:
+            measured, engines, ema = step.measure(run, settings, system, Engines)
+        own = asdict(measured) | {"live": live.peak, "still": live.now}
+        if stage in (1, 3):
+            path = folder / f"{world} {case} {stage} {bf16}"
+            Checkpoints(path, engines, ema, system).save(1, last=True)
+            tensors = [tensor for file in path.rglob("*.safetensors") for tensor in read_header(file)[0].values()]
+            own["checkpoint"] = sum(span.nbytes for tensor in tensors for span in tensor.spans)
+            group.barrier()
+        figures[f"{case} {stage} {bf16}"] = own
+        del engines, ema
+    if group.rank() == 0:
+        (folder / f"real {world}.json").write_text(json.dumps(figures))
+
+
+def counted(folder: Path, worlds: tuple[int, ...]) -> None:
+    without_values()
+    figures = {}
+    for world in worlds:
+        for case, stage, bf16 in configurations(world):
+            run, settings = prepared(folder, case, stage, bf16, world)
+            measured = asdict(rank.pretended(run, settings, systems.build(run.system, run.model), world, "cpu")[0])
+            counts = rank.count_here(run, settings, Layout(world, 8), "cpu") if stage in (1, 3) else None
+            figures[f"{world} {case} {stage} {bf16}"] = measured | {"counts": counts and asdict(counts)}
+    (folder / "counted.json").write_text(json.dumps(figures))
