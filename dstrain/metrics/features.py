@@ -1,7 +1,7 @@
 """The networks whose features metrics compare, opened by kind and path.
 
-    inception:FILE       Inception as FID needs it, with pytorch-fid's weights (pt_inception-2015-12-05-*.pth) or those of
-                         torch-fidelity (weights-inception-2015-12-05-*.pth); images are resized as in TensorFlow 1,
+    inception:FILE       Inception as FID needs it, by pytorch-fid's weights (pt_inception-2015-12-05-*.pth) or by those
+                         of torch-fidelity (weights-inception-2015-12-05-*.pth); images are resized as in TensorFlow 1,
                          which is what ADM, torch-fidelity, StyleGAN and EDM do
     pytorch-fid:FILE     the same weights, images resized as pytorch-fid does
     clean-fid:FILE       the same weights, images resized as clean-fid does
