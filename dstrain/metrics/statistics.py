@@ -71,8 +71,7 @@ class Collector:
         if self.right and labels is not None:
             self._add("right", self._showing(logits, labels))
         if self.texts and captions is not None:
-            cosines = F.cosine_similarity(features, self.network.texts(captions)).double()
-            self._add("text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
+            self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
 
     def _showing(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Images whose largest logit is their label, and images, by class: float64 (2, classes)."""
@@ -125,8 +124,8 @@ class Collector:
             result.scores = (sums["p"], sums["p log p"], sums["p count"])
         if "right" in sums:
             result.right = sums["right"].cpu()
-        if "text" in sums and sums["text"][1] == count:
-            result.text_score = max(100 * sums["text"][0].item() / count, 0.0)
+        if "text" in sums:
+            result.text_score = max(100 * sums["text"].item() / count, 0.0)
         return result
 
     def _fill_missing(self) -> None:
