@@ -1,0 +1,58 @@
+"""The networks whose features metrics compare, opened by kind and path.
+
+    inception:FILE       Inception as FID needs it, by pytorch-fid's weights (pt_inception-2015-12-05-*.pth) or by those
+                         of torch-fidelity (weights-inception-2015-12-05-*.pth); images are resized as in TensorFlow 1,
+                         which is what ADM, torch-fidelity, StyleGAN and EDM do
+    pytorch-fid:FILE     the same weights, images resized as pytorch-fid does
+    clean-fid:FILE       the same weights, images resized as clean-fid does
+    torchscript:FILE     a TorchScript detector of StyleGAN and EDM, such as inception-2015-12-05.pt; it resizes itself
+    dinov2:FOLDER        a copy of facebook/dinov2-* (config.json, *.safetensors), the features of FD-DINOv2
+    clip:FOLDER          a CLIP model with its tokenizer
+    videomae:FOLDER      a copy of MCG-NJU/videomae-*, for FVD
+    i3d:FILE             the TorchScript I3D of StyleGAN-V (i3d_torchscript.pt), for FVD
+    builtin              the classifier in this package, for the built-in clothes
+
+Nothing is fetched: what is not there is a ConfigError that says where to get it.
+"""
+
+from pathlib import Path
+
+import torch
+
+from dstrain.metrics import inception, towers
+from dstrain.metrics.network import Features
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+
+# Kind: where its weights come from, for the message when they are not there.
+SOURCES = {
+    "inception": "pt_inception-2015-12-05-6726825d.pth of the releases of github.com/mseitzer/pytorch-fid",
+    "pytorch-fid": "pt_inception-2015-12-05-6726825d.pth of the releases of github.com/mseitzer/pytorch-fid",
+    "clean-fid": "pt_inception-2015-12-05-6726825d.pth of the releases of github.com/mseitzer/pytorch-fid",
+    "torchscript": "inception-2015-12-05.pt, which StyleGAN2-ADA and clean-fid download",
+    "dinov2": "a folder made by `hf download facebook/dinov2-large --local-dir FOLDER`",
+    "clip": "a folder made by `hf download openai/clip-vit-large-patch14 --local-dir FOLDER`",
+    "videomae": "a folder made by `hf download MCG-NJU/videomae-base-finetuned-kinetics --local-dir FOLDER`",
+    "i3d": "i3d_torchscript.pt, which StyleGAN-V downloads",
+}
+_TOWERS = {"torchscript": towers.Scripted, "i3d": towers.ScriptedVideo, "dinov2": towers.Dino, "clip": towers.Clip,
+           "videomae": towers.VideoMae}
+
+
+def open_features(words: str, device: torch.device | None = None) -> Features:
+    """The network that KIND:PATH names, on a device (None: the rank's). ConfigError: unknown, absent or another's."""
+    kind, _, path = words.partition(":")
+    device = device or group.device()
+    if kind == "builtin" and not path:
+        return _builtin(device)
+    if kind not in SOURCES:
+        raise ConfigError(f"--features {words}: known are builtin, {', '.join(f'{name}:PATH' for name in SOURCES)}")
+    path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
+    if not (path.is_dir() if folder else path.is_file()):
+        raise ConfigError(f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
+                          f"{SOURCES[kind]}, and give its path")
+    return inception.opened(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)
+
+
+def _builtin(device: torch.device) -> Features:
+    raise ConfigError("--features builtin: this version has no built-in classifier; name another network")

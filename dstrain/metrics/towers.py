@@ -1,0 +1,98 @@
+"""Features of towers and TorchScript files: DINOv2, CLIP, VideoMAE, and the detectors of StyleGAN and EDM."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dstrain.encoders.autoencoder import fingerprint
+from dstrain.encoders.image import ImageEncoder
+from dstrain.encoders.precision import computing
+from dstrain.encoders.text import TextEncoder
+from dstrain.encoders.vision import VisionTower
+from dstrain.metrics.network import Features, three_channels
+from dstrain.recipe import ConfigError
+
+
+class Dino(Features):
+    """The class token of DINOv2."""
+
+    name = "dinov2"
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.tower = VisionTower(path, "dinov2").to(device)
+        self.size, self.fingerprint = self.tower.dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        with computing("fp32"):
+            return self.tower.encode(three_channels(images).to(self.tower.mean.device)), None
+
+
+class VideoMae(Dino):
+    """The mean token of VideoMAE; a clip of other than its number of frames is read at evenly spaced ones."""
+
+    name, videos = "videomae", True
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.tower = VisionTower(path, "videomae").to(device)
+        self.size, self.fingerprint = self.tower.dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        places = torch.arange(self.tower.num_frames) * images.shape[1] // self.tower.num_frames
+        return super().__call__(images[:, places])
+
+
+class Clip(Features):
+    """CLIP's image embedding, not normalized, and its embedding of texts."""
+
+    name = "clip"
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.tower, self._path, self._reader = ImageEncoder(str(path)).float().to(device), str(path), None
+        self.size, self.fingerprint = self.tower.embed_dim, fingerprint({"kind": self.name}, self.tower.state_dict())
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        with computing("fp32"):
+            return self.tower.encode(three_channels(images).to(self.tower.mean.device)), None
+
+    def texts(self, captions: list[str]) -> Tensor:
+        if self._reader is None:
+            self._reader = TextEncoder(self._path).float().to(self.tower.mean.device)
+        with computing("fp32"):
+            return self._reader.encode(captions)["text_embed"]
+
+
+class Scripted(Features):
+    """A TorchScript detector of StyleGAN and EDM, which takes uint8 images of any size and resizes them itself."""
+
+    name = "torchscript"
+    _probe = (1, 3, 64, 64)
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        try:
+            self.network = torch.jit.load(str(path), map_location=device).eval()
+        except RuntimeError as error:
+            raise ConfigError(f"--features {self.name}:{path} is no TorchScript file "
+                              f"({str(error).splitlines()[0][:200]}); pickled detectors (.pkl) are not read") from None
+        self.device, weights = device, self.network.state_dict()
+        self.fingerprint = fingerprint({"kind": self.name, "code": self.network.code}, weights)
+        self.size = self(torch.zeros(self._probe, dtype=torch.uint8))[0].shape[1]
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        with computing("fp32"):
+            return self.network(three_channels(images).to(self.device), return_features=True).float(), None
+
+
+class ScriptedVideo(Scripted):
+    """The I3D of StyleGAN-V, which takes clips of at least 10 frames: features of FVD (Unterthiner et al. 2018)."""
+
+    name, videos = "i3d", True
+    _probe = (1, 16, 3, 64, 64)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, None]:
+        clips = three_channels(images).to(self.device).transpose(1, 2).float()                    # (N, 3, T, H, W)
+        with computing("fp32"):
+            return self.network(clips, rescale=True, resize=True, return_features=True).float(), None
