@@ -1,0 +1,19 @@
+"""Which of the built-in pictures and clips a run learns from, also where it learns from codes of them."""
+
+from dstrain.data.images import Fashion
+from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.moving import MOVING, MovingFashion
+from dstrain.data.source import Source
+from dstrain.recipe import Data
+
+
+def built_in(data: Data, split: str) -> Source | None:
+    """The train or held_out split of the built-in data that `data` name or were encoded from; None of all others."""
+    path = data.path
+    if is_encoded(path):
+        path = Latents(path).encoding["data"].split()[0]              # a fingerprint, which begins with their name
+    if path == "builtin:fashion":
+        return Fashion(data.image_size, data.channels, split)
+    if path == MOVING:
+        return MovingFashion(data.num_frames, data.height or data.image_size, data.image_size, data.channels, split)
+    return None
