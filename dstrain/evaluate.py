@@ -33,7 +33,7 @@ from dstrain.drawing.sampling import Means
 from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run, reworded, write_errors
+from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
 from dstrain.systems.base import System
 from dstrain.track import figures
@@ -72,7 +72,8 @@ def evaluate(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         print(f"data: {options.data or run.data.path}, {_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.checkpoint(options.folder, options.step)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
-    out = _folder(options)
+    out = options.out or options.folder / "evaluation"
+    trained.require_writable(out)
     networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
     with computing(options.precision):
         means = measure(system, networks, source, batch=options.batch, seed=run.seed, num_steps=options.num_steps,
@@ -209,16 +210,6 @@ def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
         raise ConfigError(f"--data {path} holds images of {max(sides)} pixels, data.image_size is {size}: take others")
     if run.data.channels == 1 and grey and not any(grey):
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
-
-
-def _folder(options: EvaluateOptions) -> Path:
-    """Where to write, made and tried before hours are spent."""
-    out = options.out or options.folder / "evaluation"
-    with write_errors(f"--out {out}", "name a folder that can be written"):
-        out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out} cannot be written: name another folder")
-    return out
 
 
 def _name(options: EvaluateOptions, result: dict[str, Any]) -> str:

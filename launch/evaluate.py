@@ -1,31 +1,49 @@
-"""Measures a trained run on held-out data: deepspeed launch/evaluate.py RUN [--ema DECAY] [--steps N] [...]"""
+"""Measures a trained run: bits/dim on held-out data, or FID and its like: deepspeed launch/evaluate.py RUN [...]"""
 
 from pathlib import Path
 
 from dstrain.command import arguments, cli
 
 _HELP = """\
-Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot.
+Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot. With --metrics it
+measures the pictures that a run draws, or two sets of images, by FID and its like (launch/metrics.md).
 
 usage:  [deepspeed] launch/evaluate.py RUN [options]
+        [deepspeed] launch/evaluate.py RUN --metrics NAMES [--features KIND:PATH ...] [--reference PATH] [options]
+        [deepspeed] launch/evaluate.py --images A --against B --metrics NAMES --features KIND:PATH [options]
 
   RUN                   a run's folder, for example runs/dit-small
-  --split NAME          held_out, train, or test, which embedding pairs have (held_out)
+  --split NAME          held_out, train, or test, which embedding pairs have (held_out; of metrics' reference: train)
   --data PATH           all images (videos) of another folder instead, with class folders named as in training
-  --num-samples N       as many samples, evenly spaced over the split (all)
-  --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain)
+  --num-samples N       as many samples, evenly spaced over the split (all); with --metrics: to draw (50000)
+  --steps N             evenly spaced timesteps, a shortened chain with a looser bound (the whole chain); with
+                        --metrics: network evaluations for each picture (the run's samples.num_steps)
   --ema DECAY | --raw   weights: an average of this decay, or the training weights (the run's first average)
   --checkpoint STEP     the step to load (the newest whole one)
   --batch N             images of one rank at a time; changes no figure (32)
-  --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32)
+  --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32; features are always fp32)
   --out DIR             where to write (RUN/evaluation)
+
+of pictures:
+  --metrics NAMES       fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data
+  --features KIND:PATH  inception, pytorch-fid, clean-fid, torchscript, i3d (a file), dinov2, clip, videomae (a folder);
+                        may be given again
+  --reference PATH      statistics (.npz of ADM, EDM, clean-fid or --write-reference; .pkl of EDM2) or images: a folder,
+                        .zip or .npz (the run's own data)
+  --images A --against B   two sets of images (or B: statistics) instead of a run
+  --write-reference OUT.npz   only writes the statistics of RUN's data, or of --images A
+  --kept N              features of each set that kid, pr and dc compare (10000)
+  --labels 3,5,5 | --prompts FILE, --sampler NAME, --guidance-scale S, --seed S    as in launch/generate.py
 
 The same question again replaces its own files. A chain of T timesteps calls the network T times for each image.
 
 examples:
   python launch/evaluate.py runs/dit-small --num-samples 100 --steps 100
-  deepspeed launch/evaluate.py runs/dit-small --batch 250
+  deepspeed launch/evaluate.py runs/dit-xl2 --metrics fid,kid,pr,is --features inception:pt_inception.pth \\
+      --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5 --batch 64
 """
+_OF_METRICS = ("features", "reference", "images", "against", "write_reference", "kept", "labels", "prompts", "sampler",
+               "guidance_scale", "seed")
 
 
 def _options(argv: list[str] | None = None):
@@ -40,23 +58,60 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--batch", type=arguments.positive, default=32)
     parser.add_precision()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--metrics", type=lambda text: tuple(dict.fromkeys(text.split(","))))
+    parser.add_argument("--features", action="append")
+    parser.add_argument("--reference", type=Path)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--write-reference", "--write_reference", type=Path)
+    parser.add_argument("--kept", type=arguments.positive)
+    parser.add_argument("--labels", type=arguments.labels)
+    parser.add_argument("--prompts", type=arguments.lines)
+    parser.add_argument("--sampler")
+    parser.add_argument("--guidance-scale", "--guidance_scale", type=arguments.scale)
+    parser.add_argument("--seed", type=arguments.count)
     words = parser.words(argv)
-    if words["folder"] is None:
+    if words["folder"] is None and words["images"] is None:
         raise cli.ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
+    metrics = {name: value for name in _OF_METRICS if (value := words.pop(name)) is not None}
+    if words["metrics"] is not None:
+        return _of_metrics(words, metrics)
+    if metrics:
+        raise cli.ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
     from dstrain.evaluate import EvaluateOptions
+    del words["metrics"]
     return EvaluateOptions(**words)
+
+
+def _of_metrics(words: dict, metrics: dict):
+    if words.pop("data") is not None:
+        raise cli.ConfigError("--data is for bits/dim: with --metrics, name other images as --reference")
+    if (words["folder"] is None) == ("images" not in metrics):
+        raise cli.ConfigError("--metrics measures what a run draws or --images A: name one of the two")
+    if "against" in metrics:
+        if "reference" in metrics or "images" not in metrics:
+            raise cli.ConfigError("--against B goes with --images A, and is another word for --reference: give one")
+        metrics["reference"] = metrics.pop("against")
+    metrics["features"] = tuple(metrics.get("features", ()))
+    from dstrain.quality import QualityOptions
+    return QualityOptions(**words, **metrics)
 
 
 def main() -> None:
     options = _options()
-    from dstrain import evaluate
+    from dstrain import evaluate, quality
     from dstrain.ranks import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()
-    path, result = evaluate.evaluate(options)
+    if isinstance(options, evaluate.EvaluateOptions):
+        text = evaluate.report(*evaluate.evaluate(options))
+    elif options.write_reference is not None:
+        text = quality.write_reference(options)
+    else:
+        text = quality.report(*quality.quality(options))
     if group.rank() == 0:
-        print(evaluate.report(path, result))
+        print(text)
     group.leave()
 
 

@@ -27,6 +27,7 @@ RULES = {
     "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
+    "metrics": (*GROUND, "encoders", "data"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
@@ -35,7 +36,8 @@ RULES = {
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
-VERBS = ("train", "generate", "evaluate", "encode", "consolidate", "export", "adopt", "plan", "notebook", "keep")
+VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "adopt", "plan", "notebook",
+         "keep")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
 
@@ -55,7 +57,7 @@ OWNERS = {
 # What may be called while a module is imported: it makes a value and does no work.
 VALUES = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "dict.fromkeys", "Path", "TypeVar", "np.uint64",
           "Field", "field", "BeforeValidator", "ConfigDict", "fixed", "filled_in", "Resume", "torch.device",
-          "threading.local", "_class.add_implicit_resolver"}
+          "threading.local", "_class.add_implicit_resolver", "Metric"}
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 
 

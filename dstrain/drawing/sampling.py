@@ -30,7 +30,6 @@ def resting(nets: Nets) -> Iterator[None]:
             module.training = mode
 
 
-@torch.no_grad()
 def draw(system: System, nets: Nets, request: Request, chunk: int,
          device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
@@ -38,15 +37,29 @@ def draw(system: System, nets: Nets, request: Request, chunk: int,
 
     All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
     """
+    total, world = len(request.seeds), group.world()
+    for round, (_, images) in enumerate(draw_own(system, nets, request, chunk, device)):
+        images = group.gather(images).cpu()
+        numbers = round * chunk * world + torch.arange(chunk * world)
+        yield numbers[numbers < total], images[numbers < total]
+
+
+@torch.no_grad()
+def draw_own(system: System, nets: Nets, request: Request, chunk: int,
+             device: torch.device | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """As `draw`, but each rank has the `chunk` samples of its own turn, on its device.
+
+    The last ones may be numbered beyond the request's: they repeat others, so that all ranks call the networks alike.
+    """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
-        index = (begin + group.rank() * chunk + torch.arange(chunk)) % total       # repeated to fill the last chunks
+        numbers = begin + group.rank() * chunk + torch.arange(chunk)
+        index = numbers % total
         conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
         own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
         with resting(nets):
-            images = group.gather(system.sample(nets, own)).cpu()
-        numbers = begin + torch.arange(chunk * world)
-        yield numbers[numbers < total], images[numbers < total]
+            images = system.sample(nets, own)
+        yield numbers, images
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:

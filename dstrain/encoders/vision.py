@@ -17,8 +17,8 @@ class VisionTower(Frozen):
     """Images or clips to one vector each, without gradient.
 
     path    a folder with config.json and *.safetensors
-    kind    dinov2: the class token after the last norm, as FD-DINOv2 takes it (Stein et al. 2023); videomae: the mean of
-            all tokens
+    kind    dinov2: the class token after the last norm, as FD-DINOv2 takes it (Stein et al. 2023); videomae: the mean
+            of all tokens
 
     Attributes: dim (D), num_frames of a clip (None for images).
     Raises ConfigError where nothing of that kind can be loaded from `path`.

@@ -1,10 +1,10 @@
-"""Inception v3 as FID needs it (Szegedy et al. 2015; Heusel et al. 2017), for the weights of pytorch-fid and torch-fidelity.
+"""Inception v3 as FID needs it (Szegedy et al. 2015; Heusel et al. 2017).
 
-Those weights were converted from the TensorFlow graph of 2015-12-05. It differs from torchvision's network: average pools
-do not count the padding, the last block pools by maximum, and there are 1008 classes.
+The weights of pytorch-fid and torch-fidelity were converted from the TensorFlow graph of 2015-12-05. It differs from
+torchvision's network: average pools do not count the padding, the last block pools by maximum, and there are 1008
+classes.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.precision import computing
-from dstrain.metrics.features import Features, three_channels
+from dstrain.metrics.network import Features, three_channels
 from dstrain.recipe import ConfigError
 
 SIDE = 299                                        # pixels of what the network sees
 _SPATIAL = "Mixed_6d"                             # ADM's mixed_6: the block whose first branch sFID compares
 _SPATIAL_CHANNELS = 7                             # that enter sFID, as in ADM's evaluator
 
-# Blocks: convolutions by name as (input, channels, kernel[, stride]). An input is x, the pooled x, or another convolution.
-# What no convolution takes as its input is the output, in this order.
+# Blocks: convolutions by name as (input, channels, kernel[, stride]). An input is x, the pooled x, or another
+# convolution. What no convolution takes as its input is the output, in this order.
 Convolutions = dict[str, tuple]
 
 
@@ -151,7 +151,7 @@ def as_clean_fid(images: Tensor) -> Tensor:
 
 
 # Resize filter, and the value that becomes 0; 0 becomes -1.
-_PREPARED = {"inception": (as_tensorflow, 128.0), "pytorch-fid": (as_pytorch_fid, 127.5),
+KINDS = {"inception": (as_tensorflow, 128.0), "pytorch-fid": (as_pytorch_fid, 127.5),
              "clean-fid": (as_clean_fid, 128.0)}
 
 
@@ -162,7 +162,7 @@ class InceptionFeatures(Features):
 
     def __init__(self, kind: str, network: Inception, digest: str) -> None:
         self.name, self.fingerprint, self._network = kind, digest, network
-        self._resize, self._middle = _PREPARED[kind]
+        self._resize, self._middle = KINDS[kind]
         self.spatial = InceptionSpatial(self)
 
     def prepared(self, images: Tensor) -> Tensor:
@@ -193,16 +193,14 @@ class InceptionSpatial(Features):
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None      # TensorFlow's order: channels last
 
 
-def open_weights(kind: str) -> Callable[[Path, torch.device], Features]:
-    """What opens a file of weights as the features of a kind."""
-    def opened(path: Path, device: torch.device) -> Features:
-        network = Inception()
-        try:
-            network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:                # a damaged file may raise anything
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise ConfigError(f"--features {kind}:{path}: these are no weights of FID's Inception ({reason}); give "
-                              "pt_inception-2015-12-05-6726825d.pth, or a TorchScript file as torchscript:FILE") from None
-        digest = fingerprint({"kind": kind}, network.state_dict())
-        return InceptionFeatures(kind, network.eval().requires_grad_(False).to(device), digest)
-    return opened
+def opened(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
+    """A file of weights as the features of a kind. ConfigError: it holds no weights of this network."""
+    network = Inception()
+    try:
+        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:                    # a damaged file may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ConfigError(f"--features {kind}:{path}: these are no weights of FID's Inception ({reason}); give "
+                          "pt_inception-2015-12-05-6726825d.pth, or a TorchScript file as torchscript:FILE") from None
+    digest = fingerprint({"kind": kind}, network.state_dict())
+    return InceptionFeatures(kind, network.eval().requires_grad_(False).to(device), digest)

@@ -1,4 +1,4 @@
-"""Features of towers and TorchScript files: DINOv2, CLIP, VideoMAE, and the detectors of StyleGAN, EDM and StyleGAN-V."""
+"""Features of towers and TorchScript files: DINOv2, CLIP, VideoMAE, and the detectors of StyleGAN and EDM."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.precision import computing
 from dstrain.encoders.text import TextEncoder
 from dstrain.encoders.vision import VisionTower
-from dstrain.metrics.features import Features, three_channels
+from dstrain.metrics.network import Features, three_channels
 from dstrain.recipe import ConfigError
 
 
@@ -67,7 +67,7 @@ class Scripted(Features):
     """A TorchScript detector of StyleGAN and EDM, which takes uint8 images of any size and resizes them itself."""
 
     name = "torchscript"
-    _probe = torch.Size((1, 3, 64, 64))
+    _probe = (1, 3, 64, 64)
 
     def __init__(self, path: Path, device: torch.device) -> None:
         try:
@@ -89,7 +89,7 @@ class ScriptedVideo(Scripted):
     """The I3D of StyleGAN-V, which takes clips of at least 10 frames: features of FVD (Unterthiner et al. 2018)."""
 
     name, videos = "i3d", True
-    _probe = torch.Size((1, 16, 3, 64, 64))
+    _probe = (1, 16, 3, 64, 64)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:

@@ -1,5 +1,6 @@
 """A finished or running run's folder, read by the verbs that come after training: recipe, checkpoint, networks."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.store import Store
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, write_errors
 from dstrain.runs import folders
 from dstrain.runs.weights import checkpoint_kind, whole
 from dstrain.systems.base import System
@@ -38,6 +39,14 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     if newest is None:
         raise ConfigError(f"{folder} holds no whole checkpoint yet: train first")
     return newest[1]
+
+
+def require_writable(folder: Path, option: str = "--out") -> None:
+    """Makes a folder and tries it, before hours are spent. ConfigError with the `option`: it cannot be written."""
+    with write_errors(f"{option} {folder}", "name a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} cannot be written: name another folder")
 
 
 def kinds(system: System, checkpoint: Path, ema: float | None = None, raw: bool = False,

@@ -1,0 +1,179 @@
+"""Sets of images to measure: folders, zips, arrays in an .npz, and our own data sources; dealt to the ranks in turn."""
+
+import json
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.pixels import FORMATS, SUFFIXES, open_image, samples_path, to_mode, to_tensor
+from dstrain.data.source import Source
+from dstrain.encoders.text import captions_of
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+
+
+@dataclass
+class Batch:
+    """Some images of a set, all of one size."""
+
+    numbers: Tensor                               # int64 (n,), their places in the set
+    images: Tensor                                # uint8 (n, C, H, W); of clips (n, T, C, H, W)
+    labels: Tensor | None = None                  # int64 (n,)
+    captions: list[str] | None = None
+
+
+class Images(ABC):
+    """A set of images, of which each rank takes some."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Images of the set, on all ranks."""
+
+    @abstractmethod
+    def batches(self, size: int) -> Iterator[Batch]:
+        """This rank's images, at most `size` at a time."""
+
+
+def _turns(count: int, size: int) -> Iterator[range]:
+    """This rank's numbers below `count`."""
+    for begin in range(group.rank() * size, count, size * group.world()):
+        yield range(begin, min(begin + size, count))
+
+
+def open_set(path: Path, option: str) -> Images:
+    """A folder of images (at any depth; of launch/generate.py by its .npz), a .zip of images, or an .npz with arr_0.
+
+    ConfigError with `option`: no images there.
+    """
+    path = samples_path(path.expanduser())
+    with _reading(path, option):
+        if path.is_dir():
+            return Files(path, sorted(file.relative_to(path).as_posix() for file in path.rglob("*")
+                                      if file.suffix.lower() in SUFFIXES and file.is_file()), None, option)
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                return Files(path, sorted(name for name in archive.namelist()
+                                          if Path(name).suffix.lower() in SUFFIXES), path, option)
+        if path.suffix == ".npz":
+            return Arrays(path)
+    raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")
+
+
+@contextmanager
+def _reading(path: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{option} {path} cannot be read ({type(error).__name__}: {error}); mend or remove "
+                          "it") from None
+
+
+class Files(Images):
+    """PNG, JPEG, WebP and BMP by name, each in its own size: nothing is cropped, as other tools read them."""
+
+    def __init__(self, path: Path, names: list[str], archive: Path | None, option: str) -> None:
+        if not names:
+            raise ConfigError(f"{option} {path} holds no images ({', '.join(SUFFIXES)}): name another")
+        self.path, self.names, self.archive, self.option = path, names, archive, option
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        archive = zipfile.ZipFile(self.archive) if self.archive else None
+        captions = self._captions()
+        for turn in _turns(len(self), size):
+            images = []
+            for name in (self.names[number] for number in turn):
+                with _reading(self.path / name, self.option):
+                    file = archive.open(name) if archive else self.path / name
+                    with open_image(file, FORMATS) as image:
+                        images.append(to_tensor(to_mode(image, 3)))
+            for shape in sorted({image.shape for image in images}):
+                chosen = [index for index, image in enumerate(images) if image.shape == shape]
+                texts = [captions.get(self.names[turn[index]]) for index in chosen]
+                yield Batch(torch.tensor([turn[index] for index in chosen]),
+                            torch.stack([images[index] for index in chosen]),
+                            captions=None if None in texts else texts)
+
+    def _captions(self) -> dict[str, str]:
+        """Of the files, where launch/generate.py wrote captions.jsonl beside them."""
+        file = self.path / "captions.jsonl"
+        if self.archive or not file.is_file():
+            return {}
+        with _reading(file, self.option):
+            lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+            return {line["file"]: line["caption"] for line in lines}
+
+
+class Arrays(Images):
+    """arr_0 of an .npz, uint8 (N, H, W, C) or (N, T, H, W, C), with arr_1 as labels and prompts, where it has them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, others = path, {}
+        with np.load(path, allow_pickle=False) as file:
+            self.names = file.files
+            if "arr_0" not in self.names:
+                raise KeyError("it has no arr_0")
+            others = {name: file[name] for name in ("arr_1", "prompts") if name in self.names}
+        with self._stream() as (_, shape):
+            self.shape = shape
+        labels = others.get("arr_1")
+        self.labels = torch.from_numpy(labels.astype(np.int64)) if labels is not None and labels.ndim == 1 else None
+        self.captions = others["prompts"].tolist() if "prompts" in others else None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @contextmanager
+    def _stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
+        """The pixels as a stream, so that memory does not grow with N, and their shape."""
+        with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, reversed_axes, dtype = read(stream)
+            if dtype != np.uint8 or reversed_axes or len(shape) not in (4, 5) or shape[-1] not in (1, 3):
+                raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
+            yield stream, shape
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        with self._stream() as (stream, shape):
+            bytes_each = int(np.prod(shape[1:]))
+            start = stream.tell()
+            for turn in _turns(len(self), size):
+                stream.seek(start + turn[0] * bytes_each)
+                pixels = np.frombuffer(stream.read(len(turn) * bytes_each), np.uint8).reshape(len(turn), *shape[1:])
+                numbers = torch.tensor(turn)
+                yield Batch(numbers, torch.from_numpy(pixels.copy()).movedim(-1, -3),
+                            None if self.labels is None else self.labels[numbers],
+                            None if self.captions is None else [self.captions[number] for number in turn])
+
+
+class Sourced(Images):
+    """The images or clips of a data source of ours, as training sees them: cropped and resized."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.key = next((key for key in ("image", "video") if key in source.first()), None)
+        if self.key is None:
+            raise ConfigError("the data hold no pixels, but latents, tokens or embeddings: name a folder of the images "
+                              "or an .npz as --reference")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        for turn in _turns(len(self), size):
+            samples, _ = self.source.read_batch(torch.tensor(turn))
+            captions = samples.get("caption")
+            yield Batch(torch.tensor(turn), samples[self.key], samples.get("label") if self.source.classes else None,
+                        None if captions is None else captions_of(captions))

@@ -1,0 +1,42 @@
+"""The type of a network that turns images into the features which metrics compare."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Features(ABC):
+    """A frozen network in fp32 that describes each image by a vector.
+
+    name         the kind, such as inception; figures of different kinds are never compared
+    size         D, the length of the vector
+    fingerprint  a short hash of what decides the features: weights and preprocessing
+    classes      names of what the logits tell apart, None where the classes have no use here
+    videos       whether it takes clips uint8 (N, T, C, H, W) instead of images
+    spatial      for sFID: the network whose features keep positions, None for networks without one
+    """
+
+    name: str
+    size: int
+    fingerprint: str
+    classes: tuple[str, ...] | None = None
+    videos: bool = False
+    spatial: "Features | None" = None
+
+    @abstractmethod
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """uint8 (N, C, H, W) on any device -> features float32 (N, D), and logits float32 (N, K) or None."""
+
+    def texts(self, captions: list[str]) -> Tensor | None:
+        """Vectors float32 (N, D) of texts that are comparable with those of images; None: it reads no texts."""
+        return None
+
+
+def three_channels(images: Tensor) -> Tensor:
+    """Images as RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white, all uint8."""
+    channels = images.shape[-3]
+    if channels == 4:
+        colour, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
+        return (colour * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+    return images.expand(*images.shape[:-3], 3, *images.shape[-2:]) if channels == 1 else images

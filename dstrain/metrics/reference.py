@@ -1,0 +1,119 @@
+"""Files of statistics that images are compared with: ours, and those of ADM, EDM, EDM2, clean-fid and pytorch-fid.
+
+    ours     .npz with KIND.mu, KIND.sigma, KIND.count, KIND.fingerprint and KIND.kept of each network, and of Inception
+             also under ADM's names
+    ADM      .npz with mu, sigma, mu_s, sigma_s (for sFID), and arr_0, images of the set for precision and recall
+    others   .npz with mu and sigma (EDM, clean-fid, pytorch-fid) or feats (clean-fid's for KID); .pkl of EDM2
+"""
+
+import pickle
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.disk.atomic import replacing
+from dstrain.metrics.network import Features
+from dstrain.metrics.statistics import Statistics
+from dstrain.recipe import ConfigError, write_errors
+
+SUFFIXES = (".npz", ".pkl")
+INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")      # networks that mu and sigma may be of
+_EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
+
+
+def read(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
+    """The statistics that a file holds of these networks, by name; none where it holds images alone.
+
+    ConfigError: it cannot be read, or its statistics are of other networks.
+    """
+    try:
+        arrays = _pickled(path) if path.suffix == ".pkl" else _zipped(path)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile,
+            pickle.UnpicklingError) as error:
+        raise ConfigError(f"--reference {path} cannot be read ({type(error).__name__}: {error}); give a file of ours, "
+                          "ADM's, EDM's, EDM2's or clean-fid's, or images") from None
+    statistics = {network.name: _of(network, arrays, path, device) for network in networks}
+    return {name: of_network for name, of_network in statistics.items() if of_network is not None}
+
+
+def has_images(path: Path) -> bool:
+    """Whether images can be read there: a folder, a zip, or an .npz with arr_0. ConfigError: nothing is there."""
+    if not path.exists():
+        raise ConfigError(f"--reference {path}: there is no such file or folder")
+    if path.suffix != ".npz":
+        return path.suffix != ".pkl"
+    with np.load(path, allow_pickle=False) as file:
+        return "arr_0" in file.files
+
+
+def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.device) -> Statistics | None:
+    name, end = network.name, ""
+    prefix = f"{name}." if any("." in key for key in arrays) else ""
+    if not prefix and name == "inception-spatial":
+        end = "_s"
+    elif not prefix and name not in INCEPTIONS:            # statistics without a network's name are Inception's
+        return None
+    mean, covariance = arrays.get(f"{prefix}mu{end}"), arrays.get(f"{prefix}sigma{end}")
+    kept = None if end else arrays.get(f"{prefix}kept", arrays.get(f"{prefix}feats"))
+    if mean is None and kept is None:
+        return None
+    for rows in (mean, covariance, kept):
+        if rows is not None and rows.shape[-1] != network.size:
+            raise ConfigError(f"--reference {path} holds statistics of {rows.shape[-1]} features, and {name} has "
+                              f"{network.size}: name the network that they were made with")
+    fingerprint = arrays.get(f"{prefix}fingerprint")
+    if fingerprint is not None and str(fingerprint) != network.fingerprint:
+        raise ConfigError(f"--reference {path} was made with other weights or another preprocessing of {name} "
+                          f"({str(fingerprint)[:8]}, here {network.fingerprint[:8]}): give those, or write it anew")
+    count = arrays.get(f"{prefix}count")
+    return Statistics(_tensor(mean, torch.float64, device), _tensor(covariance, torch.float64, device),
+                      None if count is None else int(count), _tensor(kept, torch.float32, device),
+                      None if fingerprint is None else str(fingerprint))
+
+
+def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.asarray(array)).to(device, dtype)
+
+
+def _zipped(path: Path) -> dict[str, Any]:
+    """All but the images."""
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files if not name.startswith("arr_") and name != "prompts"}
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads arrays and dictionaries alone: other pickles may run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ("_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer") and module.split(".")[0] == "numpy":
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, and only arrays are read from a .pkl")
+
+
+def _pickled(path: Path) -> dict[str, Any]:
+    """EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
+    with open(path, "rb") as file:
+        content = _Arrays(file).load()
+    return {f"{kind}.{key}": content[metric][key] for metric, kinds in _EDM2.items() if metric in content
+            for kind in kinds for key in ("mu", "sigma")}
+
+
+def write(path: Path, statistics: dict[str, Statistics]) -> None:
+    """Writes statistics by name of their network. ConfigError: the disk does not take it."""
+    arrays = {}
+    for name, of_network in statistics.items():
+        values = {"mu": of_network.mean, "sigma": of_network.covariance, "kept": of_network.kept}
+        arrays |= {f"{name}.{key}": value.cpu().numpy() for key, value in values.items() if value is not None}
+        arrays |= {f"{name}.count": np.array(of_network.count),
+                   f"{name}.fingerprint": np.array(of_network.fingerprint)}
+        if name in ("inception", "inception-spatial"):
+            end = "_s" if name == "inception-spatial" else ""
+            arrays |= {f"mu{end}": arrays[f"{name}.mu"], f"sigma{end}": arrays[f"{name}.sigma"]}
+    with write_errors(f"--write-reference {path}", "make room, or name a file elsewhere"), replacing(path) as new:
+        with open(new, "wb") as file:              # a path would get the suffix .npz
+            np.savez(file, **arrays)

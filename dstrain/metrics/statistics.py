@@ -1,0 +1,142 @@
+"""What is kept of a set of images: mean and covariance of their features, some features, sums for scores.
+
+Nothing here grows with the number of images, but for 8 bytes each where an Inception Score shuffles them.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dstrain.metrics.network import Features
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError
+
+KEPT = 10_000                                     # features of a set that KID, precision and recall compare
+_ROWS = 512                                       # features that enter the moments at a time
+_SPLITS = 10                                      # of an Inception Score
+_SEED = 2020                                      # of its shuffle, torch-fidelity's
+
+
+@dataclass
+class Statistics:
+    """A set of images as one network sees it; what was not collected is None."""
+
+    mean: Tensor | None = None                    # float64 (D,)
+    covariance: Tensor | None = None              # float64 (D, D), of the population, divided by count - 1
+    count: int | None = None                      # images
+    kept: Tensor | None = None                    # float32 (n, D), evenly spaced over the set
+    fingerprint: str | None = None                # of the network; None in files of others
+    scores: tuple[Tensor, Tensor, Tensor] | None = None      # arguments of distances.inception_score
+    right: Tensor | None = None                   # float64 (2, classes): images that show their label, and images
+    text_score: float | None = None               # 100 times the mean cosine with the captions, at least 0
+
+
+@dataclass
+class Collector:
+    """Adds batches of one rank up, for one network; `result` merges all ranks."""
+
+    network: Features
+    total: int                                    # images of the set on all ranks
+    keep: int = 0                                 # features, evenly spaced
+    moments: bool = True
+    scores: bool = False                          # sums of an Inception Score
+    texts: bool = False                           # compare images with their captions
+    right: bool = False                           # count those that show their label
+    _slots: list[Tensor] = field(default_factory=list)
+    _rows: list[Tensor] = field(default_factory=list)
+    _waiting: list[Tensor] = field(default_factory=list)     # features that the moments do not hold yet
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scores:
+            self._split = np.empty(self.total, dtype=np.int64)
+            borders = np.arange(_SPLITS + 1) * self.total // _SPLITS
+            self._split[np.random.RandomState(_SEED).permutation(self.total)] = np.repeat(
+                np.arange(_SPLITS), np.diff(borders))
+
+    def add(self, numbers: Tensor, images: Tensor, labels: Tensor | None = None,
+            captions: list[str] | None = None) -> None:
+        """Images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
+        features, logits = self.network(images)
+        self._add("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
+        if self.moments:
+            self._waiting.append(features)
+            self._add_moments(at_least=_ROWS)
+        self._keep(numbers, features)
+        if self.scores:
+            self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
+        if self.right and labels is not None:
+            self._add("right", self._showing(logits, labels))
+        if self.texts and captions is not None:
+            cosines = F.cosine_similarity(features, self.network.texts(captions)).double()
+            self._add("text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
+
+    def _showing(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Images whose largest logit is their label, and images, by class: float64 (2, classes)."""
+        labels, classes = labels.to(logits.device), len(self.network.classes)
+        if int(labels.max()) >= classes:
+            raise ConfigError(f"a label is {int(labels.max())}, and {self.network.name} knows {classes} classes: leave "
+                              "out the metric accuracy")
+        counts = torch.stack((logits.argmax(1) == labels, torch.ones_like(labels, dtype=torch.bool))).double()
+        return torch.zeros(2, classes, dtype=torch.float64, device=logits.device).index_add_(1, labels, counts)
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
+
+    def _add_moments(self, at_least: int) -> None:
+        """Adds the waiting features to the sums, where they are so many: a product of few rows costs as much."""
+        if sum(map(len, self._waiting)) >= at_least:
+            rows, self._waiting = torch.cat(self._waiting).double(), []
+            self._add("sum", rows.sum(0))
+            self._add("products", rows.T @ rows)
+
+    def _keep(self, numbers: Tensor, features: Tensor) -> None:
+        keep = min(self.keep, self.total)
+        slots = numbers * keep // self.total
+        chosen = slots != (numbers - 1) * keep // self.total if keep else torch.zeros(len(numbers), dtype=torch.bool)
+        self._slots.append(slots[chosen])
+        self._rows.append(features[chosen.to(features.device)])
+
+    def _add_scores(self, split: Tensor, logits: Tensor) -> None:
+        """`split` int64 (n,), which of the parts of an Inception Score each sample belongs to."""
+        logs = logits.log_softmax(1)
+        zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
+        self._add("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
+        self._add("p log p", zeros.index_add(0, split, (logs.exp() * logs).sum(1)))
+        self._add("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
+
+    def result(self) -> Statistics:
+        """Of all ranks together. A rank may have added nothing."""
+        self._add_moments(at_least=1)
+        self._fill_missing()
+        sums = {name: group.total(self._sums[name]) for name in sorted(self._sums)}
+        count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)
+        result.count = int(count)
+        if self.moments:
+            result.mean = sums["sum"] / count
+            result.covariance = (sums["products"] - count * torch.outer(result.mean, result.mean)) / (count - 1)
+        if self.keep:
+            slots = group.gather(torch.cat(self._slots).to(sums["count"].device))
+            result.kept = group.gather(torch.cat(self._rows))[slots.argsort()]
+        if "p" in sums:
+            result.scores = (sums["p"], sums["p log p"], sums["p count"])
+        if "right" in sums:
+            result.right = sums["right"].cpu()
+        if "text" in sums and sums["text"][1] == count:
+            result.text_score = max(100 * sums["text"][0].item() / count, 0.0)
+        return result
+
+    def _fill_missing(self) -> None:
+        """Zeros for what only other ranks have added, so that all ranks sum the same tensors."""
+        shapes = {}
+        for sums in group.objects({name: tuple(values.shape) for name, values in self._sums.items()}):
+            shapes |= sums
+        for name, shape in shapes.items():
+            if name not in self._sums:
+                self._sums[name] = torch.zeros(shape, dtype=torch.float64, device=group.device())
+        if not self._rows:
+            self._slots.append(torch.zeros(0, dtype=torch.int64))
+            self._rows.append(torch.zeros(0, self.network.size, device=group.device()))

@@ -1,0 +1,151 @@
+"""The metrics by name: which networks each may be taken with, what it needs of a set, and its figures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.metrics import distances
+from dstrain.metrics.features import SOURCES, open_features
+from dstrain.metrics.images import Images
+from dstrain.metrics.network import Features
+from dstrain.metrics.reference import INCEPTIONS
+from dstrain.metrics.statistics import KEPT, Collector, Statistics
+from dstrain.recipe import ConfigError
+
+Figures = dict[str, tuple[float, float | None]]        # name: value, and its deviation over subsets or splits
+_IMAGES = (*INCEPTIONS, "dinov2", "clip", "builtin")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """kinds: networks that it is taken with, the first of these that is opened; needs: attributes of Statistics."""
+
+    kinds: Sequence[str]
+    needs: Sequence[str]
+    figures: Callable[[str, Features, Statistics, Statistics | None], Figures]
+    compares: bool = True                              # with a reference
+    spatial: bool = False                              # with the network's `spatial`
+
+
+def _frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    return {name: (distances.frechet(drawn.mean, drawn.covariance, reference.mean, reference.covariance), None)}
+
+
+def _kid(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    return {name: distances.kid(drawn.kept, reference.kept)}
+
+
+def _manifold(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    values = distances.manifold(drawn.kept, reference.kept)
+    names = ("precision", "recall") if name == "pr" else ("density", "coverage")
+    return {name: (values[name], None) for name in names}
+
+
+def _inception_score(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    return {"inception_score": distances.inception_score(*drawn.scores)}
+
+
+def _clip_score(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    return {name: (drawn.text_score, None)}
+
+
+def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    right, number = drawn.right
+    shares = {f"{name}/{label}": (share.item(), None)
+              for label, share, count in zip(network.classes, right / number, number) if count}
+    return {name: ((right.sum() / number.sum()).item(), None)} | shares
+
+
+_MOMENTS, _WITH_LOGITS = ("mean", "covariance"), ("inception", "pytorch-fid", "clean-fid")
+METRICS = {
+    "fid": Metric(INCEPTIONS, _MOMENTS, _frechet),
+    "sfid": Metric(_WITH_LOGITS, _MOMENTS, _frechet, spatial=True),
+    "kid": Metric(INCEPTIONS, ("kept",), _kid),
+    "is": Metric(_WITH_LOGITS, ("scores",), _inception_score, compares=False),
+    "pr": Metric(_IMAGES, ("kept",), _manifold),
+    "dc": Metric(_IMAGES, ("kept",), _manifold),
+    "fd_dinov2": Metric(("dinov2",), _MOMENTS, _frechet),
+    "fd_clip": Metric(("clip",), _MOMENTS, _frechet),
+    "clip_score": Metric(("clip",), ("text_score",), _clip_score, compares=False),
+    "fvd": Metric(("i3d", "videomae"), _MOMENTS, _frechet),
+    "fd": Metric(("builtin",), _MOMENTS, _frechet),
+    "accuracy": Metric(("builtin",), ("right",), _accuracy, compares=False),
+}
+
+
+def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
+    """The network of each metric, opened once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
+
+    ConfigError: an unknown metric, a metric without a network, a network that no metric takes, or as `open_features`.
+    """
+    unknown = [name for name in metrics if name not in METRICS]
+    if unknown:
+        raise ConfigError(f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}")
+    chosen = {}
+    for name in metrics:
+        kinds = METRICS[name].kinds
+        chosen[name] = next((words for words in paths if words.partition(":")[0] in kinds),
+                            "builtin" if "builtin" in kinds else None)
+        if chosen[name] is None:
+            raise ConfigError(f"--metrics {name} needs a network: --features "
+                              + " or ".join(f"{kind}:PATH ({SOURCES[kind]})" for kind in kinds[:2]))
+    unused = [words for words in paths if words not in chosen.values()]
+    if unused:
+        raise ConfigError(f"--features {unused[0]}: no metric of --metrics {','.join(metrics)} takes it; leave it out")
+    opened = {words: open_features(words) for words in dict.fromkeys(chosen.values())}
+    return {name: opened[words].spatial if METRICS[name].spatial else opened[words] for name, words in chosen.items()}
+
+
+def collect(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT, compared: bool = False,
+            progress: Callable[[int], Any] = lambda number: None) -> dict[str, Statistics]:
+    """What the metrics in `networks` need of a set, by name of the network; on all ranks together.
+
+    size: images of one rank at a time; keep: features for kid, pr and dc; compared: the set is the reference, of which
+    scores are not needed; progress: called with the number of images that this rank has done.
+    ConfigError: captions or labels are needed, and the set has none; fewer than two images.
+    """
+    if len(images) < 2:
+        raise ConfigError("metrics compare sets of images: give two or more")
+    needs: dict[str, set[str]] = {}
+    for metric, network in networks.items():
+        if METRICS[metric].compares or not compared:
+            needs.setdefault(network.name, set()).update(METRICS[metric].needs)
+    by_name = {network.name: network for network in networks.values()}
+    collectors = {name: Collector(by_name[name], len(images), keep * ("kept" in of), "mean" in of, "scores" in of,
+                                  "text_score" in of, "right" in of) for name, of in needs.items()}
+    for batch in images.batches(size):
+        for name, collector in collectors.items():
+            if by_name[name].videos != (batch.images.ndim == 5):
+                raise ConfigError(f"--features {name}: it takes {'clips' if by_name[name].videos else 'images'}, and "
+                                  f"these are {'clips' if batch.images.ndim == 5 else 'images'}: choose other metrics")
+            collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
+        progress(len(batch.numbers))
+    statistics = {name: collector.result() for name, collector in collectors.items()}
+    for metric, network in networks.items():
+        missing = [need for need in METRICS[metric].needs if network.name in needs and need in needs[network.name]
+                   and getattr(statistics[network.name], need) is None]
+        if missing:
+            kind = "captions" if "text_score" in missing else "labels of the network's classes"
+            raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
+    return statistics
+
+
+def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
+    """The metrics that compare and for which statistics of a reference do not suffice."""
+    return [name for name, network in networks.items() if METRICS[name].compares and any(
+        getattr(statistics.get(network.name), need, None) is None for need in METRICS[name].needs)]
+
+
+def needs_of(metrics: Sequence[str]) -> set[str]:
+    """What metrics need of a set, as a message says it."""
+    words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
+    return {words[need] for name in metrics for need in METRICS[name].needs}
+
+
+def figures(networks: dict[str, Features], drawn: dict[str, Statistics],
+            reference: dict[str, Statistics]) -> Figures:
+    """The figures of all metrics in `networks`, from statistics by name of their network; on all ranks together."""
+    values: Figures = {}
+    for name, network in networks.items():
+        values |= METRICS[name].figures(name, network, drawn[network.name], reference.get(network.name))
+    return values

@@ -1,0 +1,245 @@
+"""How good a run's pictures are: FID and its like, of what it draws against a reference, or of two sets of images.
+
+Nothing is written but the figures: each rank turns the pictures that it draws into features and forgets them.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from dstrain import __version__, systems
+from dstrain.data.sources import open_sources, open_split
+from dstrain.data.spread import Spread
+from dstrain.disk import atomic
+from dstrain.drawing.requests import make_request
+from dstrain.drawing.sampling import draw_own
+from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.engine.manifest import manifest
+from dstrain.metrics import reference, table
+from dstrain.metrics.network import Features
+from dstrain.metrics.images import Batch, Images, Sourced, open_set
+from dstrain.metrics.statistics import KEPT, Statistics
+from dstrain.ranks import group
+from dstrain.recipe import ConfigError, Run
+from dstrain.runs import trained
+from dstrain.systems.base import System
+from dstrain.track import figures
+
+_TEXTS = 1024                                     # prompts that are encoded at a time
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """What to measure; None takes the run's own choice."""
+
+    metrics: tuple[str, ...]                      # names of metrics/table.py
+    features: tuple[str, ...] = ()                # networks, KIND:PATH
+    folder: Path | None = None                    # of the run
+    images: Path | None = None                    # measured instead of what a run draws
+    reference: Path | None = None                 # statistics or images; None: the run's own data
+    write_reference: Path | None = None           # statistics of `images`, or of the run's data, go here
+    split: str | None = None                      # of the run's data: train (None), held_out or test
+    num: int | None = None                        # images to draw, or evenly spaced ones of the data
+    kept: int = KEPT                              # features that kid, pr and dc compare
+    labels: tuple[int, ...] | None = None         # as in generate.py, like all that follow
+    prompts: tuple[str, ...] | None = None
+    num_steps: int | None = None
+    sampler: str | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    ema: float | None = None
+    raw: bool = False
+    step: int | None = None
+    batch: int = 32                               # images of one rank at a time
+    precision: Precision = "fp32"                 # of the drawing networks; features are always fp32
+    out: Path | None = None                       # None: FOLDER/evaluation
+
+
+class Drawn(Images):
+    """What a run draws, each rank its own share."""
+
+    def __init__(self, options: QualityOptions, run: Run, system: System, networks: dict[str, nn.Module]) -> None:
+        self.options, self.run, self.system, self.networks = options, run, system, networks
+        self.num = options.num or 50_000
+        self.prompts = options.prompts if options.prompts or options.labels else run.samples.prompts
+
+    def __len__(self) -> int:
+        return self.num
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        options, size = self.options, min(size, self.num)
+        # Vectors of texts are large, so that not all samples are asked for at once; the ranks' turns stay the same.
+        share = self.num if self.prompts is None else -(-_TEXTS // (size * group.world())) * size * group.world()
+        for begin in range(0, self.num, share):
+            count = min(share, self.num - begin)
+            prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
+            request, captions = make_request(
+                self.run.samples, self.system, count, options.seed + begin, labels=options.labels, prompts=prompts,
+                num_steps=options.num_steps, sampler=options.sampler, guidance_scale=options.guidance_scale)
+            labels = request.conditions.get("label")
+            for numbers, images in draw_own(self.system, self.networks, request, size):
+                numbers = numbers[numbers < count]
+                images = images[:len(numbers)]
+                if images.dtype != torch.uint8:
+                    raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: measure it "
+                                      "without --metrics")
+                if len(numbers):
+                    yield Batch(begin + numbers, images[:, 0] if images.shape[1:2] == (1,) and images.ndim == 5
+                                else images, None if labels is None else labels[numbers],
+                                None if captions is None else [captions[number] for number in numbers.tolist()])
+
+
+def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
+    """Measures on all ranks together: the JSON file written, None where there is none, and what it holds.
+
+    ConfigError: what cannot be, with the remedy, before anything is drawn.
+    """
+    require(options.precision)
+    start = time.perf_counter()
+    run = trained.read(options.folder) if options.folder else None
+    out = options.out or (options.folder / "evaluation" if run else None)
+    if out is not None:
+        trained.require_writable(out)
+    networks = table.chosen_networks(options.metrics, options.features)
+    images, facts = _images(options, run)
+    known, place = _reference(options, run, networks)
+    with computing(options.precision):
+        measured = _collected(images, networks, options)
+    values = table.figures(networks, measured, known)
+    result = {
+        "run": run.name if run else options.images.name, "system": run and run.system, **facts,
+        "samples": len(images), "samples_of_split": len(images), "num_steps": options.num_steps,
+        "figures": {name: _finite(value) for name, (value, _) in values.items()},
+        "standard_errors": {name: _finite(error) for name, (_, error) in values.items()},
+        "curves": {}, "timesteps": None, "quarters": {}, "nonfinite_samples": 0,
+        "data": {"path": str(run.data.path if run else options.images), "unreadable": []}, "reference": place,
+        "networks": {name: f"{network.name} {network.fingerprint}" for name, network in networks.items()},
+        "kept": {name: [len(side[network.name].kept) for side in (measured, known)]
+                 for name, network in networks.items() if "kept" in table.METRICS[name].needs},
+        "precision": options.precision, "ranks": group.world(), "batch": options.batch,
+        "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "seconds": round(time.perf_counter() - start, 3)}
+    path = out and out / f"{_name(options, result)}.json"
+    if path is not None and group.rank() == 0:
+        atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    group.barrier()
+    return path, result
+
+
+def write_reference(options: QualityOptions) -> str:
+    """Writes the statistics of a set, of images or of a run's data, for later --reference: the line to print.
+
+    ConfigError: what cannot be, with the remedy.
+    """
+    path = options.write_reference
+    if path.suffix != ".npz":
+        raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
+    trained.require_writable(path.parent, "--write-reference")
+    networks = {name: network for name, network in table.chosen_networks(options.metrics, options.features).items()
+                if table.METRICS[name].compares}
+    if not networks:
+        raise ConfigError(f"--metrics {','.join(options.metrics)}: these compare with no reference; name fid, say")
+    run = trained.read(options.folder) if options.folder else None
+    images = _own_data(options, run) if run else open_set(options.images, "--images")
+    statistics = _collected(images, networks, options, compared=True)
+    if group.rank() == 0:
+        reference.write(path, statistics)
+    group.barrier()
+    return f"statistics of {len(images):,} images in {path}: {', '.join(statistics)}"
+
+
+def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
+    """What is measured, and the entries of the result that say so."""
+    if run is None:
+        return open_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
+    system = systems.build(run.system, run.model)
+    if problem := system.cannot_draw():
+        raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
+    if system.starts_from_data:
+        raise ConfigError(f"{options.folder} draws from smaller pictures: draw them with launch/generate.py RUN --then "
+                          f"{options.folder}, and measure what it wrote with --images")
+    sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
+    checkpoint = trained.checkpoint(options.folder, options.step)
+    kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
+    drawn = Drawn(options, run, system, trained.networks(system, checkpoint, kinds, dtype_of(options.precision)))
+    choice = {name: getattr(run.samples, name) if getattr(options, name) is None else getattr(options, name)
+              for name in ("num_steps", "guidance_scale", "labels")}
+    return drawn, {"step": manifest(checkpoint)["step"], "weights": kinds, "split": "drawn", "seed": options.seed,
+                   "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts)}}
+
+
+def _own_data(options: QualityOptions, run: Run) -> Images:
+    """Images of a split of the run's data, cropped as in training; never mirrored."""
+    split = options.split or "train"
+    source = open_split(run.data, split) if split == "test" else open_sources(run.data)[split == "held_out"]
+    if source is None:
+        raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
+    return Sourced(Spread(source, None if options.write_reference is None else options.num))
+
+
+def _reference(options: QualityOptions, run: Run | None,
+               networks: dict[str, Features]) -> tuple[dict[str, Statistics], str | None]:
+    """What the metrics compare with, and its name. Statistics that a file lacks are taken of its images."""
+    path = options.reference
+    if not any(table.METRICS[name].compares for name in networks):
+        return {}, None
+    if path is None:
+        if run is None:
+            raise ConfigError("--images A: name what it is compared with, --against B or --reference FILE")
+        return (_collected(_own_data(options, run), networks, options, compared=True),
+                f"{run.data.path}, {options.split or 'train'}")
+    statistics = {}
+    if path.suffix in reference.SUFFIXES and path.is_file():
+        statistics = reference.read(path, {network.name: network for network in networks.values()}.values(),
+                                    group.device())
+    lacking = table.lacking(networks, statistics)
+    if lacking and not reference.has_images(path):
+        raise ConfigError(f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
+                          f"--metrics {','.join(lacking)}: give images, or write it with --write-reference")
+    if lacking:
+        images = _collected(open_set(path, "--reference"), {name: networks[name] for name in lacking}, options, True)
+        for name, other in images.items():
+            mine = statistics.get(name, other)
+            statistics[name] = replace(other, mean=other.mean if mine.mean is None else mine.mean,
+                                       covariance=other.covariance if mine.covariance is None else mine.covariance)
+    return statistics, str(path)
+
+
+def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,
+               compared: bool = False) -> dict[str, Statistics]:
+    share = f"{len(images)} {'of the reference' if compared else 'images'}"
+    with tqdm(total=len(images), unit="image", desc=share, disable=None if group.rank() == 0 else True) as bar:
+        return table.collect(images, networks, options.batch, options.kept, compared,
+                             lambda number: bar.update(min(number * group.world(), bar.total - bar.n)))
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _name(options: QualityOptions, result: dict[str, Any]) -> str:
+    """One name for one question: other options write another file, the same ones replace their own."""
+    question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
+    digest = hashlib.blake2b(json.dumps(question, sort_keys=True, default=str).encode(), digest_size=3).hexdigest()
+    words = [f"step_{result['step']:08d}", figures.weights(result)] if options.folder else [options.images.name]
+    return "_".join([*words, *options.metrics, f"n{result['samples']}", digest])
+
+
+def report(path: Path | None, result: dict[str, Any]) -> str:
+    """The lines that are printed in the end."""
+    lines = [figures.table(result)] if path is None else [figures.table(result), f"{path}"]
+    against = [f"  against {result['reference']}"] if result["reference"] else []
+    kept = {count for counts in result["kept"].values() for count in counts}
+    few = [f"  kid, pr and dc compare {min(kept):,} to {max(kept):,} images of each set"] if kept else []
+    return "\n".join([lines[0], *against, *few, *lines[1:]])
