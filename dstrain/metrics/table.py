@@ -50,10 +50,11 @@ def _clip_score(name: str, network: Features, drawn: Statistics, reference: None
 
 
 def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    right, number = drawn.right
+    right, number, *parts = drawn.right
     shares = {f"{name}/{label}": (share.item(), None)
               for label, share, count in zip(network.classes, right / number, number) if count}
-    return {name: ((right.sum() / number.sum()).item(), None)} | shares
+    totals = {name: right} | {f"{name}_{part}": counts for part, counts in zip(network.parts, parts)}
+    return {key: ((counts.sum() / number.sum()).item(), None) for key, counts in totals.items()} | shares
 
 
 _MOMENTS, _WITH_LOGITS = ("mean", "covariance"), ("inception", "pytorch-fid", "clean-fid")
@@ -115,7 +116,7 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
                                   "text_score" in of, "right" in of) for name, of in needs.items()}
     for batch in images.batches(size):
         for name, collector in collectors.items():
-            if by_name[name].videos != (batch.images.ndim == 5):
+            if by_name[name].videos not in (None, batch.images.ndim == 5):
                 raise ConfigError(f"--features {name}: it takes {'clips' if by_name[name].videos else 'images'}, and "
                                   f"these are {'clips' if batch.images.ndim == 5 else 'images'}: choose other metrics")
             collector.add(batch.numbers, batch.images, batch.labels, batch.captions)

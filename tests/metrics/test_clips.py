@@ -59,6 +59,6 @@ def test_items_are_cut_out(height, width):
         -1)[None], align_corners=False)[0]
     found = items(frames)
     assert found.shape == (3, 1, 28, 28)
-    assert (found - inner).abs().mean() < 0.05                        # edges of brightness are not quite those of squares
+    assert (found - inner).abs().mean() < 0.05                        # edges of brightness are not quite the square's
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)     # and the place does not matter
     torch.testing.assert_close(found[0], found[2], atol=1e-4, rtol=0)
