@@ -237,7 +237,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps + course.shift)
-    quality = open_quality(run, system, source, held_out_source) if run.every.metrics else None
+    quality = open_quality(run, system, source, held_out_source)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first)
     for note in notes:
         tracker.note(note)

@@ -150,7 +150,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
     from dstrain.command.probe import probe
     from dstrain.data.labels import require_classes
     from dstrain.data.sources import described, is_embeddings, open_sources
-    from dstrain.metrics.during import Quality
+    from dstrain.metrics.during import checked_quality
 
     source, held_out = open_sources(run.data, verify=True)
     if run.save.best is True and held_out is None:
@@ -162,8 +162,7 @@ def _check_data_and_folder(run: Run, options: JobOptions) -> list[str]:
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)
     _require_samples(run, system)
-    if run.every.metrics:
-        Quality(run, system, source, held_out)
+    checked_quality(run, system, source, held_out)
     config = systems.config(run.system, run.model)
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)

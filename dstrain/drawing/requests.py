@@ -6,7 +6,9 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from dstrain.recipe import ConfigError, Samples
+from dstrain.data.built_in import name_of
+from dstrain.data.moving import MOVING, captions
+from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import Request, System
 
 
@@ -36,3 +38,11 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
                    system.sampler(samples.sampler if sampler is None else sampler) or None,
                    samples.guidance_scale if guidance_scale is None else guidance_scale,
                    samples.num_frames if num_frames is None else num_frames), captions
+
+
+def of_all(samples: Samples, data: Data, system: System) -> Samples:
+    """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
+    and every caption of the built-in clips; of other texts the recipe's prompts.
+    """
+    prompts = tuple(captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
+    return samples.model_copy(update={"labels": None, "prompts": prompts})

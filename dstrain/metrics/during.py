@@ -6,7 +6,7 @@ the same on any number of ranks. The data are described once, and the result is 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dstrain.data.built_in import built_in
-from dstrain.data.moving import MovingFashion, captions
+from dstrain.data.built_in import FASHION_PATH, built_in, name_of
+from dstrain.data.moving import MOVING
 from dstrain.data.source import Source
-from dstrain.drawing.requests import make_request
+from dstrain.drawing.requests import make_request, of_all
 from dstrain.drawing.sampling import draw_own
 from dstrain.metrics import reference, table
 from dstrain.metrics.images import Batch, Images, Sourced
@@ -39,9 +39,9 @@ class Quality:
     ConfigError: what the recipe asks for cannot be measured, with the remedy; nothing is drawn or read before.
     """
 
-    def __init__(self, run: Run, system: System, train: Source, unseen: Source | None) -> None:
+    def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
         samples, data, key = run.samples, run.data, f"every.metrics={run.every.metrics}"
-        self._run, self._system = run, system
+        self.metrics, self._run, self._system = tuple(metrics), run, system
         if not system.generates or (reason := system.cannot_draw()):
             raise ConfigError(f"{key}: {run.system} draws no pictures while it trains"
                               f"{f' ({reason})' if system.generates else ''}: write every.metrics=0")
@@ -51,10 +51,10 @@ class Quality:
         if isinstance(run.save.best, str) and run.save.best not in (*_HIGHER, *_LOWER):
             raise ConfigError(f"save.best={run.save.best}: it may be one of {', '.join((*_LOWER, *_HIGHER))}")
         with reworded(options=_OPTIONS):
-            self._networks = table.chosen_networks(samples.metrics, samples.features)
+            self._networks = table.chosen_networks(metrics, samples.features)
         own = built_in(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
-            raise ConfigError(f"samples.metrics: {', '.join(samples.metrics)} by the built-in classifier is for the "
+            raise ConfigError(f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
                               f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
                               "samples.features=[inception:FILE], say, or every.metrics=0")
         self._source = own or (train if samples.metrics_split == "train" else unseen)
@@ -63,12 +63,9 @@ class Quality:
         if own is None and data.codes is not None:
             raise ConfigError(f"{key}: {data.path} holds codes, and not the pictures to compare with: write "
                               "every.metrics=0, and take launch/evaluate.py --metrics with a --reference")
-        prompts = samples.prompts
-        if isinstance(own, MovingFashion) and system.takes_texts:
-            prompts = tuple(captions())
-        self._request, self._captions = make_request(samples.model_copy(update={"labels": None, "prompts": prompts}),
-                                                     system, samples.metrics_samples, samples.seed)
-        if "accuracy" in samples.metrics and self._captions is None and "label" not in self._request.conditions:
+        self._request, self._captions = make_request(of_all(samples, data, system), system, samples.metrics_samples,
+                                                     samples.seed)
+        if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError("samples.metrics: accuracy needs labels or captions, and this model is told none: leave "
                               "it out")
 
@@ -138,8 +135,20 @@ def _placed(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality:
-    """What every.metrics measures, ready to measure. On all ranks together. ConfigError as Quality."""
-    quality = Quality(run, system, train, unseen)
-    quality.describe(run.directory)
+def checked_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+    """What every.metrics measures; None: nothing. ConfigError as Quality."""
+    metrics = run.samples.metrics
+    if run.every.metrics and metrics is None:
+        draws = system.generates and not system.starts_from_data and not system.cannot_draw()
+        name = name_of(run.data)
+        asked = name == MOVING and system.takes_texts or name == FASHION_PATH and "label" in system.conditions(1)
+        metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
+    return Quality(run, metrics, system, train, unseen) if run.every.metrics and metrics else None
+
+
+def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+    """What every.metrics measures, ready to measure; None: nothing. On all ranks together. ConfigError as Quality."""
+    quality = checked_quality(run, system, train, unseen)
+    if quality is not None:
+        quality.describe(run.directory)
     return quality

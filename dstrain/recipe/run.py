@@ -193,8 +193,9 @@ class Samples(Section):
     guidance_scale: NonNegative = 1.0        # 1 is none
     seed: Count = 0
     ema: float | None = None                 # decay of the EMA to draw from; None: the first
-    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/during.py.
-    metrics: tuple[str, ...] = ("fd",)
+    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/during.py. None: fd and
+    # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
+    metrics: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()           # KIND:PATH of networks; fd and accuracy have one built in
     metrics_samples: Annotated[int, Field(ge=2)] = 500     # drawn, of all classes or captions in turn
     metrics_split: Literal["train", "held_out"] = "train"  # the data that they are compared with
@@ -275,9 +276,10 @@ class Run(Section):
              f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
             (self.save.best is True and not self.every.evaluate, "save.best=true needs held-out losses: set "
              "every.evaluate"),
-            (isinstance(self.save.best, str) and not (self.every.metrics and self.save.best in self.samples.metrics),
+            (isinstance(self.save.best, str)
+             and not (self.every.metrics and self.save.best in (self.samples.metrics or ())),
              f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics"),
-            (self.every.metrics and not self.samples.metrics, f"every.metrics={self.every.metrics}: samples.metrics "
+            (self.every.metrics and self.samples.metrics == (), f"every.metrics={self.every.metrics}: samples.metrics "
              "names none: write samples.metrics=[fd], say, or every.metrics=0"),
         )
         return self

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dstrain.data.images import Fashion
 from dstrain.metrics import table
-from dstrain.metrics.during import Quality, open_quality
+from dstrain.metrics.during import checked_quality, open_quality
 from dstrain.metrics.features import open_features
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
@@ -93,7 +93,8 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
                                                   (True, {"fd": 2.5}, None), (False, {"fd": 2.5}, None)])
 def test_the_lowest_score_is_the_best(tmp_path, best, figures, score):
     """Oracle: by hand: a distance counts as it is, an accuracy as its negative; the held-out loss is no metric."""
-    assert Quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None).score(figures) == score
+    quality = checked_quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
+    assert quality.score(figures) == score
 
 
 class Still(Copies):
@@ -119,8 +120,24 @@ def test_what_cannot_be_measured_is_refused(tmp_path, system, sections, message)
     run = run.model_copy(update={"data": run.data.model_copy(update=sections.get("data", {}))})
     instance = system(counting.Config()) if system is counting.Counting else system()
     with pytest.raises(ConfigError) as caught:
-        Quality(run, instance, Fashion(28, 1), None)
+        checked_quality(run, instance, Fashion(28, 1), None)
     assert message in str(caught.value)
+
+
+class Unlabelled(Copies):
+    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        return {}
+
+
+@pytest.mark.parametrize("system, data, steps, metrics", [
+    (Copies, "builtin:fashion", 5, {"fd", "accuracy"}), (Unlabelled, "builtin:fashion", 5, {"fd"}),
+    (Copies, ".", 5, None), (Still, "builtin:fashion", 5, None), (Copies, "builtin:fashion", 0, None)])
+def test_metrics_by_default(tmp_path, system, data, steps, metrics):
+    """Oracle: by hand: what the built-in data and the model allow, where the recipe names none; nothing elsewhere."""
+    run = run_in(tmp_path, samples={"metrics": None}, every={"metrics": steps})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"path": data})})
+    quality = checked_quality(run, system(), Fashion(28, 1), None)
+    assert quality is None if metrics is None else set(quality.metrics) == metrics
 
 
 @pytest.mark.parametrize("sections, message", [
