@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dstrain.data.built_in import name_of
-from dstrain.data.moving import MOVING, captions
+from dstrain.data.moving import MOVING, captions as built_in_captions
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import Request, System
 
@@ -44,5 +44,5 @@ def of_all(samples: Samples, data: Data, system: System) -> Samples:
     """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
     and every caption of the built-in clips; of other texts the recipe's prompts.
     """
-    prompts = tuple(captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
+    prompts = tuple(built_in_captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts})
