@@ -123,12 +123,12 @@ def record(training: Training, done: int, stop: bool) -> None:
                                                     (measure, every.metrics, training.quality))
               if source is not None and due(interval, done, last) and not stop]
     chooses = {True: evaluate, False: None}.get(run.save.best, measure)
-    score = chooses(training, done) if chooses in judges else None
-    best = score is not None and training.saver.improves(score)
+    quality = chooses(training, done) if chooses in judges else None
+    best = quality is not None and training.saver.improves(quality)
     routine = (due(every.save, done) or best) and training.course.state.good
     if routine or last:
         training.watchdog.at(done, "save of step")
-        training.saves.save(done, last, score, routine)           # training goes on while it is written
+        training.saves.save(done, last, quality, routine)         # training goes on while it is written
     if due(every.sample, done, last) and not stop:
         show(training, done)
     for judge in judges:
@@ -313,6 +313,7 @@ def measure(training: Training, done: int) -> float | None:
     """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the one that
     samples are drawn from.
     """
+    training.watchdog.at(done, "metrics of step")
     run, scores = training.run, {}
     first = next(iter(run.ema.decays), None) if run.samples.ema is None else run.samples.ema
     for decay in run.ema.decays or (None,):
