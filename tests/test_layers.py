@@ -41,7 +41,8 @@ A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__vers
 VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "adopt", "plan", "notebook",
          "keep")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
-A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems", "systems.phenaki")
+A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
+           "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.
 OWNERS = {
