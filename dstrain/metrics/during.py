@@ -86,7 +86,8 @@ class Quality:
         if table.lacking(compared, statistics):
             statistics = table.collect(Sourced(self._source), compared, _BATCH, compared=True)
             if group.rank() == 0:
-                reference.write(path, statistics)
+                with suppress(ConfigError):                   # a full disk: the next start describes them again
+                    reference.write(path, statistics)
         self._data = {name: _placed(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int,
