@@ -29,8 +29,7 @@ from dstrain.systems.base import Nets, Request, System
 _BATCH = 100                                  # pictures of the data that are described at once
 _HIGHER = ("accuracy", "clip_score")          # metrics of which the highest is the best
 _LOWER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd")
-_OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: ",
-            "KIND:PATH": "[KIND:PATH]"}
+_OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}       # the recipe's words
 
 
 class Quality:
