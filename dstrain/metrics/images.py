@@ -1,6 +1,5 @@
 """Sets of images to measure: folders, zips, arrays in an .npz, and our own data sources; dealt to the ranks in turn."""
 
-import json
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -90,7 +89,6 @@ class Files(Images):
 
     def batches(self, size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
-        captions = self._captions()
         for turn in _turns(len(self), size):
             images = []
             for name in (self.names[number] for number in turn):
@@ -100,19 +98,8 @@ class Files(Images):
                         images.append(to_tensor(to_mode(image, 3)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
-                texts = [captions.get(self.names[turn[index]]) for index in chosen]
                 yield Batch(torch.tensor([turn[index] for index in chosen]),
-                            torch.stack([images[index] for index in chosen]),
-                            captions=None if None in texts else texts)
-
-    def _captions(self) -> dict[str, str]:
-        """Of the files, where launch/generate.py wrote captions.jsonl beside them."""
-        file = self.path / "captions.jsonl"
-        if self.archive or not file.is_file():
-            return {}
-        with _reading(file, self.option):
-            lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-            return {line["file"]: line["caption"] for line in lines}
+                            torch.stack([images[index] for index in chosen]))
 
 
 class Arrays(Images):

@@ -70,8 +70,7 @@ class Collector:
         if self.right and (right := self.network.showing(images, logits, labels, captions)) is not None:
             self._add("right", right)
         if self.texts and captions is not None:
-            cosines = F.cosine_similarity(features, self.network.texts(captions)).double()
-            self._add("text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
+            self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
@@ -115,8 +114,8 @@ class Collector:
             result.scores = (sums["p"], sums["p log p"], sums["p count"])
         if "right" in sums:
             result.right = sums["right"].cpu()
-        if "text" in sums and sums["text"][1] == count:
-            result.text_score = max(100 * sums["text"][0].item() / count, 0.0)
+        if "text" in sums:
+            result.text_score = max(100 * sums["text"].item() / count, 0.0)
         return result
 
     def _fill_missing(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.metrics import distances
 from dstrain.metrics.features import SOURCES, open_features
-from dstrain.metrics.images import Images
+from dstrain.metrics.images import Batch, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
@@ -116,19 +116,24 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
                                   "text_score" in of, "right" in of) for name, of in needs.items()}
     for batch in images.batches(size):
         for name, collector in collectors.items():
-            if by_name[name].videos not in (None, batch.images.ndim == 5):
-                raise ConfigError(f"--features {name}: it takes {'clips' if by_name[name].videos else 'images'}, and "
-                                  f"these are {'clips' if batch.images.ndim == 5 else 'images'}: choose other metrics")
+            _require(batch, by_name[name], needs[name])
             collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
         progress(len(batch.numbers))
-    statistics = {name: collector.result() for name, collector in collectors.items()}
-    for metric, network in networks.items():
-        missing = [need for need in METRICS[metric].needs if network.name in needs and need in needs[network.name]
-                   and getattr(statistics[network.name], need) is None]
-        if missing:
-            kind = "captions" if "text_score" in missing else "labels of the network's classes"
+    return {name: collector.result() for name, collector in collectors.items()}
+
+
+def _require(batch: Batch, network: Features, needs: set[str]) -> None:
+    """ConfigError, before much is computed: a network takes no such images, or a metric lacks texts or labels."""
+    clips = batch.images.ndim == 5
+    if network.videos not in (None, clips):
+        kinds = ("clips", "images") if network.videos else ("images", "clips")
+        raise ConfigError(f"--features {network.name}: it takes {kinds[0]}, and these are {kinds[1]}: choose other "
+                          "metrics")
+    shown = batch.captions if clips and batch.labels is None else batch.labels       # captions of clips name the item
+    for need, metric, kind, values in (("text_score", "clip_score", "captions", batch.captions),
+                                       ("right", "accuracy", "labels", shown)):
+        if need in needs and values is None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
-    return statistics
 
 
 def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:

@@ -41,9 +41,18 @@ class Detector(nn.Module):
         return torch.cat((means, means * means), 1)
 
 
-def detector(path: Path) -> Path:
-    """Writes the detector as a file."""
-    torch.jit.script(Detector()).save(str(path))
+class VideoDetector(nn.Module):
+    """As the I3D of StyleGAN-V is called: float clips (N, 3, T, H, W) of 0 to 255; means of channels and frames."""
+
+    def forward(self, x: Tensor, rescale: bool = False, resize: bool = False,
+                return_features: bool = False) -> Tensor:
+        assert rescale and resize and return_features
+        return torch.cat((x.mean((2, 3, 4)), x.mean((1, 3, 4))), 1)
+
+
+def detector(path: Path, network: type[nn.Module] = Detector) -> Path:
+    """Writes a detector as a file."""
+    torch.jit.script(network()).save(str(path))
     return path
 
 

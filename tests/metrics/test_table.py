@@ -15,7 +15,7 @@ from transformers import Dinov2Config, Dinov2Model, VideoMAEConfig, VideoMAEMode
 from dstrain.metrics import distances, images, reference, table
 from dstrain.metrics.features import open_features
 from dstrain.recipe import ConfigError
-from tests.metrics.oracles import Projected, arrays, detector, measured, noise, two_sets
+from tests.metrics.oracles import Projected, VideoDetector, arrays, detector, measured, noise, two_sets
 from tests.support import towers
 
 @pytest.fixture(scope="module")
@@ -156,3 +156,28 @@ def test_torchscript_features(tmp_path):
     (tmp_path / "weights.pt").write_bytes(buffer.getvalue())
     with pytest.raises(ConfigError, match="no TorchScript file"):
         open_features(f"torchscript:{tmp_path / 'weights.pt'}")
+
+
+def test_fvd_of_clips(tmp_path):
+    """Oracle: means of channels and frames, and the Frechet distance of their moments, by numpy."""
+    words = f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"
+    clips = noise(2 * 14 * 16, 6, 5).view(2, 14, 16, 3, 6, 5)
+    networks = table.chosen_networks(("fvd",), [words])
+    paths = [arrays(tmp_path / f"{number}.npz", part) for number, part in enumerate((clips[0], clips[1] // 2))]
+    sides = [table.collect(images.open_set(path, "--images"), networks, 4) for path in paths]
+    rows = [np.concatenate((part.mean((1, 3, 4)), part.mean((2, 3, 4))), 1)
+            for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())]
+    first, second = ((torch.from_numpy(part.mean(0)), torch.from_numpy(np.cov(part.T))) for part in rows)
+    assert table.figures(networks, *sides)["fvd"][0] == pytest.approx(distances.frechet(*first, *second), rel=1e-5)
+    with pytest.raises(ConfigError, match="i3d: it takes clips, and these are images"):
+        table.collect(images.open_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
+
+
+def test_labels_are_needed(tmp_path):
+    """Oracle: accuracy without labels is refused with the first batch, and so is a label beyond the classes."""
+    networks = {"accuracy": Projected()}
+    for name, others, message in (("x", {}, "accuracy needs labels"),
+                                  ("y", {"arr_1": np.arange(9)}, "a label is 8, and inception knows 7 classes")):
+        path = arrays(tmp_path / f"{name}.npz", noise(9), **others)
+        with pytest.raises(ConfigError, match=message):
+            table.collect(images.open_set(path, "--images"), networks, 9)
