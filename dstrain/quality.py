@@ -18,10 +18,11 @@ from torch import nn
 from tqdm import tqdm
 
 from dstrain import __version__, systems
+from dstrain.data.built_in import built_in
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
-from dstrain.drawing.requests import make_request
+from dstrain.drawing.requests import make_request, of_all
 from dstrain.drawing.sampling import draw_own
 from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.engine.manifest import manifest
@@ -71,7 +72,8 @@ class Drawn(Images):
     def __init__(self, options: QualityOptions, run: Run, system: System, networks: dict[str, nn.Module]) -> None:
         self.options, self.run, self.system, self.networks = options, run, system, networks
         self.num = options.num or 50_000
-        self.prompts = options.prompts if options.prompts or options.labels else run.samples.prompts
+        self.samples = of_all(run.samples, run.data, system)
+        self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
 
     def __len__(self) -> int:
         return self.num
@@ -84,7 +86,7 @@ class Drawn(Images):
             count = min(share, self.num - begin)
             prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
             request, captions = make_request(
-                self.run.samples, self.system, count, options.seed + begin, labels=options.labels, prompts=prompts,
+                self.samples, self.system, count, options.seed + begin, labels=options.labels, prompts=prompts,
                 num_steps=options.num_steps, sampler=options.sampler, guidance_scale=options.guidance_scale)
             labels = request.conditions.get("label")
             for numbers, images in draw_own(self.system, self.networks, request, size):
@@ -173,7 +175,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     drawn = Drawn(options, run, system, trained.networks(system, checkpoint, kinds, dtype_of(options.precision)))
-    choice = {name: getattr(run.samples, name) if getattr(options, name) is None else getattr(options, name)
+    choice = {name: getattr(drawn.samples, name) if getattr(options, name) is None else getattr(options, name)
               for name in ("num_steps", "guidance_scale", "labels")}
     return drawn, {"step": manifest(checkpoint)["step"], "weights": kinds, "split": "drawn", "seed": options.seed,
                    "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts)}}
@@ -182,7 +184,9 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
 def _own_data(options: QualityOptions, run: Run) -> Images:
     """Images of a split of the run's data, cropped as in training; never mirrored."""
     split = options.split or "train"
-    source = open_split(run.data, split) if split == "test" else open_sources(run.data)[split == "held_out"]
+    source = None if split == "test" else built_in(run.data, split)       # codes of them are compared as pictures, too
+    if source is None:
+        source = open_split(run.data, split) if split == "test" else open_sources(run.data)[split == "held_out"]
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
     return Sourced(Spread(source, None if options.write_reference is None else options.num))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from dstrain.data.batches import Batches, held_out
 from dstrain.data.source import Source
 from dstrain.data.sources import described, open_sources
 from dstrain.data.spread import Spread
-from dstrain.drawing.requests import make_request
-from dstrain.drawing.sampling import class_columns, draw_all, picture_all, score
+from dstrain.drawing.grids import grids
+from dstrain.drawing.sampling import score
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.course import Course
 from dstrain.engine.ema import EmaShadow
@@ -23,6 +22,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.saver import Saver
 from dstrain.engine.settings import precision, remarks
 from dstrain.engine.start import start
+from dstrain.metrics.during import Quality, open_quality
 from dstrain.ranks import group
 from dstrain.ranks.endings import DONE, STOPPED
 from dstrain.ranks.phases import phases
@@ -49,6 +49,7 @@ class Training:
     batches: Batches
     shown: Source                    # the source that grids begin from: the held-out one, where there is one
     held_out: Source | None
+    quality: Quality | None          # what every.metrics measures
     micro: int                       # samples of a rank in one call of the networks
     stops: Stops
     watchdog: Watchdog
@@ -106,7 +107,8 @@ def loop(training: Training) -> int:
         if due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
-        if last or any(due(steps, done) for steps in (every.save, every.sample, every.evaluate, run.ema.snapshots)):
+        if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate, every.metrics,
+                                                            run.ema.snapshots)):
             with throughput.paused():
                 record(training, done, stop)
     if stop:
@@ -117,21 +119,25 @@ def loop(training: Training) -> int:
 def record(training: Training, done: int, stop: bool) -> None:
     """Saves, draws and evaluates what is due after a step.
 
-    The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its loss.
+    The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its score.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
-    evaluates = training.held_out and due(every.evaluate, done, last) and not stop
-    loss = evaluate(training, done) if evaluates and run.save.best else None
-    best = loss is not None and training.saver.improves(loss)
+    judges = [judge for judge, interval, source in ((evaluate, every.evaluate, training.held_out),
+                                                    (measure, every.metrics, training.quality))
+              if source is not None and due(interval, done, last) and not stop]
+    chooses = {True: evaluate, False: None}.get(run.save.best, measure)
+    quality = chooses(training, done) if chooses in judges else None
+    best = quality is not None and training.saver.improves(quality)
     routine = (due(every.save, done) or best) and training.course.state.good
     training.watchdog.at(done, "save of step")
     if routine or last:
-        training.saves.save(done, last, loss, routine)            # training goes on while it is written
+        training.saves.save(done, last, quality, routine)         # training goes on while it is written
     training.saves.averages.take(done, done == run.steps, last)
     if due(every.sample, done, last) and not stop:
         show(training, done)
-    if evaluates and not run.save.best:
-        evaluate(training, done)
+    for judge in judges:
+        if judge is not chooses:
+            judge(training, done)
 
 
 def end_without_data(training: Training, done: int) -> None:
@@ -144,12 +150,14 @@ def end_without_data(training: Training, done: int) -> None:
 def catch_up(training: Training, done: int) -> None:
     """Draws and evaluates what was due at the step that a run goes on from, where it was killed before that."""
     every, last = training.run.every, done == training.run.steps
-    drawn, evaluated = training.tracker.holds(done)
+    drawn, evaluated, measured = training.tracker.holds(done)
     training.saves.averages.take(done, last, wait=True)
     if done and not drawn and due(every.sample, done, last):
         show(training, done)
     if done and not evaluated and training.held_out and due(every.evaluate, done, last):
         evaluate(training, done)
+    if done and not measured and training.quality and due(every.metrics, done, last):
+        measure(training, done)
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
@@ -235,12 +243,13 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     batches = Batches(source, global_batch=run.batch.global_, micro_batch=micro, seed=run.seed, rank=group.rank(),
                       world=group.world(), num_workers=run.data.workers, device=group.device(), folder=folder,
                       max_bad_fraction=run.data.max_bad_fraction, flip=run.data.flip, steps=run.steps + course.shift)
+    quality = open_quality(run, system, source, held_out_source)
     tracker = Tracker(run, folder, parts=tuple(engines), resumed_step=first, settings=settings, weights=weights)
     saves.saver.report = tracker.note
     throughput = Throughput(run, first, lambda: batches.wait_seconds, system, precision(settings), resume.profile,
                             tracker.note)
     return Training(run, system, engines, ema, saves, saves.saver, batches, held_out_source or source, held_out_source,
-                    micro, stops, watchdog, tracker, throughput, course, first)
+                    quality, micro, stops, watchdog, tracker, throughput, course, first)
 
 
 def begin(run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None) -> int:
@@ -267,7 +276,7 @@ def finish(training: Training, done: int) -> None:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
-    tracker.note(farewell(run, run.directory, training.first, done, saved, training.stops))
+    tracker.note(folders.farewell(run, run.directory, training.first, done, saved, training.stops.reason))
     tracker.finish(done)
     group.leave()                                                 # signals are still caught and ignored: all is saved
 
@@ -275,24 +284,10 @@ def finish(training: Training, done: int) -> None:
 def show(training: Training, done: int) -> None:
     """The grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
     training.watchdog.at(done, "samples of step")
-    system, samples, networks = training.system, training.run.samples, training.engines.modules
-    chunk = min(training.micro, -(-samples.num // group.world()))
-    data: dict[str, Tensor] = {}
-    columns = None                                                # the same for all grids, so that they align
-    if system.starts_from_data:                                   # the same samples on every rank
-        data = next(held_out(training.shown, min(samples.num, len(training.shown)), seed=training.run.seed))
-    with training.ema.swapped(samples.ema):
-        if system.generates:
-            request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
-            if data:
-                own = {name: data[name] for name in request.conditions}
-                request.conditions.update(system.conditions_from(data["image"]) | own)
-            images = draw_all(system, networks, request, chunk)
-            columns = class_columns(request)
-            training.tracker.samples(done, images, columns=columns, captions=captions)
-        if data:
-            for name, images in picture_all(system, networks, data, chunk).items():
-                training.tracker.samples(done, images, name, columns)
+    with training.ema.swapped(training.run.samples.ema):
+        for images, name, columns, captions in grids(training.run, training.system, training.engines.modules,
+                                                     training.shown, training.micro):
+            training.tracker.samples(done, images, name, columns, captions)
 
 
 def evaluate(training: Training, done: int) -> float | None:
@@ -311,18 +306,24 @@ def evaluate(training: Training, done: int) -> float | None:
     with training.ema.swapped(run.samples.ema):
         scores = means(curves) | raw
     training.tracker.scores(done, scores, curves)
-    return scores["loss"] if run.save.best else None
+    return scores["loss"] if run.save.best is True else None
+
+
+def measure(training: Training, done: int) -> float | None:
+    """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the one that
+    samples are drawn from.
+    """
+    training.watchdog.at(done, "metrics of step")
+    run, scores = training.run, {}
+    first = next(iter(run.ema.decays), None) if run.samples.ema is None else run.samples.ema
+    for decay in run.ema.decays or (None,):
+        with training.ema.swapped(decay):
+            figures = training.quality.measure(training.engines.modules, training.micro,
+                                               lambda rounds: training.watchdog.each(rounds, done, "metrics of step"))
+        scores |= {name if decay == first else f"ema_{decay:g}/{name}": value for name, value in figures.items()}
+    training.tracker.scores(done, scores, kind="metrics")
+    return training.quality.score(scores)
 
 
 def due(interval: int, done: int, last: bool = False) -> bool:
     return interval > 0 and (done % interval == 0 or last)
-
-
-def farewell(run: Run, folder: Path, first: int, done: int, saved: int, stops: Stops) -> str:
-    if first == run.steps:
-        return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
-    if done == run.steps:
-        drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
-        return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
-    reason = stops.reason or "another rank was stopped"
-    return f"stopped at step {done} ({reason}), step {saved} is saved; the same command goes on"

@@ -29,10 +29,11 @@ RULES = {
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
     "metrics": (*GROUND, "encoders", "data"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
+    "metrics.during": (*GROUND, "metrics", "data", "drawing", "systems.base"),
     "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops", "bench.sides", "train"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
-    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs"),
+    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
@@ -96,7 +97,7 @@ def allowed(module: str) -> tuple[str, ...]:
     """What of dstrain a module may import, itself and its folder included."""
     if module.startswith("launch."):
         if module.startswith("launch.builtin."):
-            return ("encoders",)                                   # the tools that made the packaged data
+            return ("encoders", "metrics")                         # the tools that made the packaged data
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:

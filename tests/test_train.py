@@ -14,10 +14,11 @@ from dstrain.command import job
 from dstrain.data.source import Source
 from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import ConfigError, Run
+from dstrain.runs.folders import farewell
 from dstrain.systems.base import Request, System
 from dstrain.track.tracker import Tracker
 from dstrain.track.videos import film_grid
-from dstrain.train import farewell, show
+from dstrain.train import show
 from tests.support import counting
 
 

@@ -151,9 +151,10 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     from dstrain.command.probe import probe
     from dstrain.data.labels import require_classes
     from dstrain.data.sources import described, is_embeddings, open_sources
+    from dstrain.metrics.during import checked_quality
 
     source, held_out = open_sources(run.data, verify=True)
-    if run.save.best and held_out is None:
+    if run.save.best is True and held_out is None:
         remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
     system = systems.build(run.system, run.model)
@@ -162,6 +163,7 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)
     _require_samples(run, system)
+    checked_quality(run, system, source, held_out)
     config = systems.config(run.system, run.model)
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)

@@ -63,8 +63,7 @@ class MovingFashion(Source):
     def caption(self, index: int) -> str:
         """A sentence on what the clip shows."""
         number, motion = self._parts(index)
-        name = FASHION[int(self.items.labels[number])]
-        return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
+        return caption_of(FASHION[int(self.items.labels[number])], motion)
 
     def _parts(self, index: int) -> tuple[int, str]:
         """The number of the item, and the motion."""
@@ -104,6 +103,16 @@ class MovingFashion(Source):
 
     def fingerprint(self) -> str:
         return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
+
+
+def caption_of(name: str, motion: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
+
+
+def captions() -> dict[str, tuple[int, int]]:
+    """Every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
+    return {caption_of(name, motion): (item, number)
+            for number, motion in enumerate(MOTIONS) for item, name in enumerate(FASHION)}
 
 
 def _pasted(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.recipe import ConfigError, Samples
+from dstrain.data.built_in import name_of
+from dstrain.data.moving import MOVING, captions as built_in_captions
+from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
 
@@ -38,3 +40,11 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     return Request(seed + torch.arange(num), conditions, samples.num_steps, system.sampler(samples.sampler) or None,
                    samples.guidance_scale, num_frames=samples.num_frames,
                    **{name: getattr(samples, name) for name in CHOICES}), captions
+
+
+def of_all(samples: Samples, data: Data, system: System) -> Samples:
+    """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
+    and every caption of the built-in clips; of other texts the recipe's prompts.
+    """
+    prompts = tuple(built_in_captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
+    return samples.model_copy(update={"labels": None, "prompts": prompts})

@@ -6,7 +6,7 @@
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
                                        unpickled, so never without --trust-pickle
-    manifest.json                      extra: score, kind (store.py) and the run's course (course.py)
+    manifest.json                      extra: score, metric, kind (store.py) and the run's course (course.py)
 
 Loading copies the overlaps into whatever partition the present stage and world size own, so a change of stage or of the
 number of ranks is the ordinary case. Nothing else is pickled. No random states are kept: every random number is a
@@ -53,7 +53,8 @@ class Checkpoints:
     def __init__(self, folder: Path, engines: Engines, ema: EmaShadow, system: Stateful, save: Save = Save(),
                  report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None,
                  course: Course | None = None, trust_pickle: bool = False):
-        self.store = Store(folder, save.keep, save.keep_every, contents.check)
+        metric = save.best if isinstance(save.best, str) else "loss"
+        self.store = Store(folder, save.keep, save.keep_every, contents.check, metric)
         self.course = course or Course()
         self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
@@ -161,6 +162,8 @@ class Checkpoints:
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {"kind": (ROUTINE if routine else STOP) if course.good else TROUBLE, "course": course.model_dump(),
                  "stays": sorted({target for _, target in course.rollbacks})}
+        if score is not None:
+            extra["metric"] = self.store.metric
         self.saver.save(step, self._entries(), lambda folder, entries: self._write(folder, entries, common),
                         need_bytes=self._bytes(), score=score, last=last, extra=extra)
 

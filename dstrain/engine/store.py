@@ -4,7 +4,7 @@
     FOLDER/step_00000550.tmp/   being written, or left over by a crash; removed at the next begin
     FOLDER/step_00000500.aside/ behind which a run has gone back; kept until a step as late is whole again
     FOLDER/newest               a hint for people and scripts; resume does not trust it
-    FOLDER/best                 likewise a hint: the step of the lowest score in its manifest
+    FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
 Every method but steps() and put_aside() is called on all ranks and has the same outcome on all of them, whatever fails
@@ -40,13 +40,14 @@ _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 class Store:
     """Checkpoints in `folder`: the newest `keep`, the newest `keep` routine ones, multiples of `keep_every`, the best.
 
-    After a call that did not succeed `error` says why, on all ranks. `check` raises, on rank 0, where files that are
-    those of the manifest hold what their reader cannot use.
+    `metric` names the scores by which one is the best. After a call that did not succeed `error` says why, on all
+    ranks. `check` raises, on rank 0, where files that are those of the manifest hold what their reader cannot use.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0,
-                 check: Callable[[Path], None] = lambda path: None) -> None:
+                 check: Callable[[Path], None] = lambda path: None, metric: str = "loss") -> None:
         self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
+        self.metric = metric
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
@@ -96,10 +97,10 @@ class Store:
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
         here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
-        checkpoint with the lowest extra["score"] is the best one. extra["kind"] is ROUTINE, as where it is absent: made
-        by the recipe's own clock; STOP: made because the run was stopped there, so that it deletes no routine one; or
-        TROUBLE: made while steps were not applied, so that it deletes nothing good and goes when a newer one is whole.
-        extra["stays"] are steps to keep as well.
+        checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"] is
+        ROUTINE, as where it is absent: made by the recipe's own clock; STOP: made because the run was stopped there, so
+        that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
+        and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         """
         tmp = self._path(step, ".tmp")
         self.error = _first_of(group.objects(failed))
@@ -119,9 +120,14 @@ class Store:
         return True
 
     def best(self) -> tuple[int, float] | None:
-        """The step of the lowest finite extra["score"], the first where some are equal, and that score."""
-        scored = [(float(score), step) for step, extra in self._extras().items()
-                  if isinstance(score := extra.get("score"), (int, float)) and math.isfinite(score)]
+        """The step of the lowest finite extra["score"], the first where some are equal, and that score.
+
+        Scores of another metric do not count: a run may go on with another save.best.
+        """
+        scores = {step: extra.get("score") for step, extra in self._extras().items()
+                  if extra.get("metric", "loss") == self.metric}
+        scored = [(float(score), step) for step, score in scores.items()
+                  if isinstance(score, (int, float)) and math.isfinite(score)]
         return min(scored)[::-1] if scored else None
 
     def good(self, before: int, bad_from: int | None = None) -> list[int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from dstrain.metrics import inception, towers
+from dstrain.metrics.builtin import Builtin
 from dstrain.metrics.network import Features
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
@@ -44,7 +45,7 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
     kind, _, path = words.partition(":")
     device = device or group.device()
     if kind == "builtin" and not path:
-        return _builtin(device)
+        return Builtin(device)
     if kind not in SOURCES:
         raise ConfigError(f"--features {words}: known are builtin, {', '.join(f'{name}:PATH' for name in SOURCES)}")
     path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
@@ -52,7 +53,3 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
         raise ConfigError(f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
                           f"{SOURCES[kind]}, and give its path")
     return inception.opened(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)
-
-
-def _builtin(device: torch.device) -> Features:
-    raise ConfigError("--features builtin: this version has no built-in classifier; name another network")

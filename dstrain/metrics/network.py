@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from dstrain.recipe import ConfigError
+
 
 class Features(ABC):
     """A frozen network in fp32 that describes each image by a vector.
@@ -13,16 +15,18 @@ class Features(ABC):
     size         D, the length of the vector
     fingerprint  a short hash of what decides the features: weights and preprocessing
     classes      names of what the logits tell apart, None where the classes have no use here
-    videos       whether it takes clips uint8 (N, T, C, H, W) instead of images
+    videos       whether it takes clips uint8 (N, T, C, H, W) instead of images; None: it takes both
     spatial      for sFID: the network whose features keep positions, None for networks without one
+    parts        names of what `showing` tells beside the classes
     """
 
     name: str
     size: int
     fingerprint: str
     classes: tuple[str, ...] | None = None
-    videos: bool = False
+    videos: bool | None = False
     spatial: "Features | None" = None
+    parts: tuple[str, ...] = ()
 
     @abstractmethod
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -31,6 +35,27 @@ class Features(ABC):
     def texts(self, captions: list[str]) -> Tensor | None:
         """Vectors float32 (N, D) of texts that are comparable with those of images; None: it reads no texts."""
         return None
+
+    def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
+                captions: list[str] | None) -> Tensor | None:
+        """Of images that were asked for by labels (n,) or captions, float64 (2, classes): those that show it, and all.
+
+        More rows are images that show a part of what was asked for, as named in `parts`. None: nothing was asked for.
+        """
+        if labels is None:
+            return None
+        labels = labels.to(logits.device)
+        if int(labels.max()) >= len(self.classes):
+            raise ConfigError(f"a label is {int(labels.max())}, and {self.name} knows {len(self.classes)} classes: "
+                              "leave out the metric accuracy")
+        right = logits.argmax(1) == labels
+        return by_class(labels, len(self.classes), right, torch.ones_like(right))
+
+
+def by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
+    """Sums of bool (n,) rows by label: float64 (rows, classes)."""
+    sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
+    return sums.index_add_(1, labels, torch.stack(rows).double())
 
 
 def three_channels(images: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from dstrain.metrics.network import Features
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
 
 KEPT = 10_000                                     # features of a set that KID, precision and recall compare
 _ROWS = 512                                       # features that enter the moments at a time
@@ -30,7 +29,7 @@ class Statistics:
     kept: Tensor | None = None                    # float32 (n, D), evenly spaced over the set
     fingerprint: str | None = None                # of the network; None in files of others
     scores: tuple[Tensor, Tensor, Tensor] | None = None      # arguments of distances.inception_score
-    right: Tensor | None = None                   # float64 (2, classes): images that show their label, and images
+    right: Tensor | None = None                   # float64 (2 or more, classes), see Features.showing
     text_score: float | None = None               # 100 times the mean cosine with the captions, at least 0
 
 
@@ -68,19 +67,10 @@ class Collector:
         self._keep(numbers, features)
         if self.scores:
             self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
-        if self.right and labels is not None:
-            self._add("right", self._showing(logits, labels))
+        if self.right and (right := self.network.showing(images, logits, labels, captions)) is not None:
+            self._add("right", right)
         if self.texts and captions is not None:
             self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
-
-    def _showing(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Images whose largest logit is their label, and images, by class: float64 (2, classes)."""
-        labels, classes = labels.to(logits.device), len(self.network.classes)
-        if int(labels.max()) >= classes:
-            raise ConfigError(f"a label is {int(labels.max())}, and {self.network.name} knows {classes} classes: leave "
-                              "out the metric accuracy")
-        counts = torch.stack((logits.argmax(1) == labels, torch.ones_like(labels, dtype=torch.bool))).double()
-        return torch.zeros(2, classes, dtype=torch.float64, device=logits.device).index_add_(1, labels, counts)
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)

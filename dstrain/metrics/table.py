@@ -50,10 +50,11 @@ def _clip_score(name: str, network: Features, drawn: Statistics, reference: None
 
 
 def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    right, number = drawn.right
+    right, number, *parts = drawn.right
     shares = {f"{name}/{label}": (share.item(), None)
               for label, share, count in zip(network.classes, right / number, number) if count}
-    return {name: ((right.sum() / number.sum()).item(), None)} | shares
+    totals = {name: right} | {f"{name}_{part}": counts for part, counts in zip(network.parts, parts)}
+    return {key: ((counts.sum() / number.sum()).item(), None) for key, counts in totals.items()} | shares
 
 
 _MOMENTS, _WITH_LOGITS = ("mean", "covariance"), ("inception", "pytorch-fid", "clean-fid")
@@ -123,12 +124,14 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
 
 def _require(batch: Batch, network: Features, needs: set[str]) -> None:
     """ConfigError, before much is computed: a network takes no such images, or a metric lacks texts or labels."""
-    if network.videos != (batch.images.ndim == 5):
+    clips = batch.images.ndim == 5
+    if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")
         raise ConfigError(f"--features {network.name}: it takes {kinds[0]}, and these are {kinds[1]}: choose other "
                           "metrics")
+    shown = batch.captions if clips and batch.labels is None else batch.labels       # captions of clips name the item
     for need, metric, kind, values in (("text_score", "clip_score", "captions", batch.captions),
-                                       ("right", "accuracy", "labels", batch.labels)):
+                                       ("right", "accuracy", "labels", shown)):
         if need in needs and values is None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
 

@@ -180,10 +180,11 @@ class Every(Section):
     sample: Count = 500
     evaluate: Count = 500
     evaluate_samples: Count = 0              # held-out samples of an evaluation, evenly spaced; 0 is all
+    metrics: Count = 0                       # samples.metrics of samples.metrics_samples drawn pictures, from each EMA
     save: Count = 500
     report_page: Count = 5000                # report.html, and also after the last step; a process of its own writes it
 
-    @field_validator("report", "sample", "evaluate", "save", "report_page", mode="before")
+    @field_validator("report", "sample", "evaluate", "metrics", "save", "report_page", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
         if value is None:
@@ -195,7 +196,9 @@ class Save(Section):
     format: Literal["fragments", "deepspeed"] = "fragments"
     keep: Annotated[int, Field(ge=2)] = 2    # newest checkpoints kept; two, so that a damaged one has a predecessor
     keep_every: Count = 0                    # also keep every checkpoint whose step is a multiple; 0 is none
-    best: bool = False                       # also save and keep the step of the lowest held-out loss of the EMA
+    # Also save and keep the EMA's best step: true is the lowest held-out loss; a metric is one of samples.metrics, of
+    # fd and other distances the lowest, of accuracy and clip_score the highest.
+    best: bool | str = False
     asynchronous: bool = True                # training waits for a copy in the host's memory only; not with deepspeed
 
 
@@ -215,6 +218,12 @@ class Samples(Section):
     eta: NonNegative | None = None           # noise of a step; None: the sampler's usual
     seed: Count = 0
     ema: float | None = None                 # decay or width of the EMA to draw from; None: the first
+    # For every.metrics: metrics and networks as of launch/evaluate.py, see dstrain/metrics/during.py. None: fd and
+    # accuracy of the built-in data, as far as the model has labels or captions; nothing of other data.
+    metrics: tuple[str, ...] | None = None
+    features: tuple[str, ...] = ()           # KIND:PATH of networks; fd and accuracy have one built in
+    metrics_samples: Annotated[int, Field(ge=2)] = 500     # drawn, of all classes or captions in turn
+    metrics_split: Literal["train", "held_out"] = "train"  # the data that they are compared with
 
     @model_validator(mode="after")
     def _agree(self) -> "Samples":
@@ -296,6 +305,12 @@ class Run(Section):
              "add it to ema.decays"),
             (self.save.format == "deepspeed" and self.optimizer.name != "adamw", "save.format=deepspeed holds "
              f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
-            (self.save.best and not self.every.evaluate, "save.best=true needs held-out losses: set every.evaluate"),
+            (self.save.best is True and not self.every.evaluate, "save.best=true needs held-out losses: set "
+             "every.evaluate"),
+            (isinstance(self.save.best, str)
+             and not (self.every.metrics and self.save.best in (self.samples.metrics or ())),
+             f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics"),
+            (self.every.metrics and self.samples.metrics == (), f"every.metrics={self.every.metrics}: samples.metrics "
+             "names none: write samples.metrics=[fd], say, or every.metrics=0"),
         )
         return self

@@ -261,3 +261,14 @@ def _new_earlier(folder: Path) -> Path:
         number += 1
     (folder / f"earlier_{number}").mkdir()
     return folder / f"earlier_{number}"
+
+
+def farewell(run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None) -> str:
+    """The last line of training: how the run ended, and what to do next. `reason`: why it was stopped early."""
+    if first == run.steps:
+        return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
+    if done == run.steps:
+        drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
+        return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
+    reason = reason or "another rank was stopped"
+    return f"stopped at step {done} ({reason}), step {saved} is saved; the same command goes on"

@@ -112,11 +112,12 @@ class Tracker:
                    | {f"timing/{name}": value for name, value in timing.items()}, done)
         self._page.at(done)
 
-    def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None) -> None:
-        """Held-out figures, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
+    def scores(self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None,
+               kind: str = "held_out") -> None:
+        """Figures of a kind, held_out or metrics, as of `done` steps; curves are drawn as samples/step_N_NAME.png."""
         if not self._first:
             return
-        named = {f"held_out/{name}": value for name, value in scores.items()}
+        named = {f"{kind}/{name}": value for name, value in scores.items()}
         self._write("metrics.jsonl", _line({"step": done, **named}))
         self.note(self._readable(done, named))
         self._send(named, done)
@@ -169,16 +170,17 @@ class Tracker:
             self._fault("metrics.jsonl", error)
         self.at(step)
 
-    def holds(self, done: int) -> tuple[bool, bool]:
-        """Whether pictures and held-out figures of a step are written already; on all ranks together."""
-        drawn = evaluated = False
+    def holds(self, done: int) -> tuple[bool, bool, bool]:
+        """Whether pictures, held-out figures and metrics of a step are written already; on all ranks together."""
+        drawn = evaluated = measured = False
         if self._first and done:
             drawn = any((self.folder / "samples").glob(f"step_{done:08d}*"))
             path = self.folder / "metrics.jsonl"
             names = [name for entry in (read_metrics(path) if path.is_file() else ()) if entry["step"] == done
                      for name in entry]
-            evaluated = any(name.startswith("held_out/") for name in names)
-        return group.from_first((drawn, evaluated))
+            evaluated, measured = (any(name.startswith(f"{kind}/") for name in names)
+                                   for kind in ("held_out", "metrics"))
+        return group.from_first((drawn, evaluated, measured))
 
     def model(self, done: int, write: Callable[[Path], None]) -> None:
         """Where track.artifact asks for it: `write` fills the folder RUN/model, which goes to wandb as an artifact."""

@@ -288,6 +288,19 @@ def test_the_best_score_is_finite(scores):
             assert store.best() == best and (best is None or best[0] in store.steps())
 
 
+def test_scores_of_another_metric_do_not_count(tmp_path):
+    """Oracle: the lowest score of each metric by hand, where a run went on with another save.best; no name is a loss."""
+    extras = [{"score": 0.5}, {"score": 0.1, "metric": "loss"}, {"score": 40.0, "metric": "fd"},
+              {"score": 30.0, "metric": "fd"}, {"score": 35.0, "metric": "fd"}]
+    for step, extra in enumerate(extras, 1):
+        assert Store(tmp_path, keep=5).save(step, write(step), extra)
+    for metric, best in (("loss", (2, 0.1)), ("fd", (4, 30.0)), ("accuracy", None)):
+        store = Store(tmp_path, keep=2, metric=metric)
+        assert store.best() == best
+    assert Store(tmp_path, keep=2, metric="loss").save(6, write(6), {"score": 36.0, "metric": "fd"})
+    assert store.steps() == [2, 5, 6] and (tmp_path / "best").read_text() == "step_00000002\n"
+
+
 SEALED = st.recursive(st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3),
                       lambda inner: st.lists(inner, max_size=2)
                       | st.dictionaries(st.text(max_size=3), inner, max_size=2),

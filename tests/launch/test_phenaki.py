@@ -53,6 +53,7 @@ def test_both_stages_resume(made):
     names = set().union(*lines)
     assert {"discriminator/loss", "held_out/psnr", "held_out/perplexity"} <= names
     assert {"maskgit/cross_entropy", "critic/accuracy", "held_out/accuracy", "held_out/critic_accuracy"} <= names
+    assert {"metrics/fd", "metrics/accuracy", "metrics/accuracy_item", "metrics/accuracy_motion"} <= names
     with Image.open(tokenizer / "samples" / f"step_{STEPS:08d}_reconstruction.gif") as shown:
         assert shown.n_frames == 5
     with Image.open(maskgit / "samples" / f"step_{STEPS:08d}.gif") as shown:

@@ -1,0 +1,38 @@
+"""The grids that training shows: of samples, and the system's own pictures of data, the same ones every time."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from dstrain.data.batches import held_out
+from dstrain.data.source import Source
+from dstrain.drawing.requests import make_request
+from dstrain.drawing.sampling import class_columns, draw_all, picture_all
+from dstrain.ranks import group
+from dstrain.recipe import Run
+from dstrain.systems.base import Nets, System
+
+
+def grids(run: Run, system: System, nets: Nets, source: Source,
+          micro: int) -> Iterator[tuple[Tensor, str, int | None, list[str] | None]]:
+    """Images uint8 (N, ...) on the CPU of all ranks, their name, the grid's columns and captions, of each grid.
+
+    `source` is what a system begins from that begins from data. At most `micro` samples of a rank in one call.
+    """
+    samples = run.samples
+    chunk = min(micro, -(-samples.num // group.world()))
+    data: dict[str, Tensor] = {}
+    columns = None                                                # the same for all grids, so that they align
+    if system.starts_from_data:                                   # the same samples on every rank
+        data = next(held_out(source, min(samples.num, len(source)), seed=run.seed))
+    if system.generates:
+        request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+        if data:
+            own = {name: data[name] for name in request.conditions}
+            request.conditions.update(system.conditions_from(data["image"]) | own)
+        images = draw_all(system, nets, request, chunk)
+        columns = class_columns(request)
+        yield images, "samples", columns, captions
+    if data:
+        for name, images in picture_all(system, nets, data, chunk).items():
+            yield images, name, columns, None

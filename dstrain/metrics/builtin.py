@@ -1,0 +1,107 @@
+"""The network behind the metrics of the built-in data: a small classifier of Fashion-MNIST's ten classes.
+
+launch/builtin/make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is. Its features are
+the 64 numbers before the last layer. Of a clip they are means over its frames, at the place of the item (clips.py).
+"""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dstrain.data import moving
+from dstrain.data.images import FASHION
+from dstrain.encoders.precision import computing
+from dstrain.metrics.clips import grey, items, motions
+from dstrain.metrics.network import Features, by_class, three_channels
+from dstrain.recipe import ConfigError
+
+FILE = "fashion-classifier.safetensors"
+BUILTIN = Path(__file__).parents[1] / "data" / "builtin"
+SIDE = 28                                      # pixels of an image that the network sees
+
+
+class Classifier(nn.Module):
+    """float32 (N, 1, 28, 28) in [0, 1] -> features (N, 64) and logits (N, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (1, 32, 64, 128, 128)
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+            for before, after in zip(widths, widths[1:]))
+        self.features = nn.Linear(widths[-1] * 9, 64)
+        self.logits = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        x = images
+        for number, convolution in enumerate(self.convolutions):
+            x = convolution(x)
+            if number < 3:
+                x = F.max_pool2d(x, 2)                                       # 28 -> 14 -> 7 -> 3
+        features = self.features(x.flatten(1))
+        return features, self.logits(F.relu(features))
+
+    @classmethod
+    def load(cls, path: Path) -> "Classifier":
+        """The trained network, in evaluation mode and float32."""
+        network = cls()
+        network.load_state_dict(load_file(path))
+        return network.eval()
+
+
+def prepared(images: Tensor) -> Tensor:
+    """uint8 (N, C, H, W) -> float32 (N, 1, 28, 28) in [0, 1], as the built-in data have them at that size.
+
+    Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and their middle 28 are
+    taken: so data.image_size shows the items, with a border. Colours become luminance (Rec. 601).
+    """
+    images = three_channels(images).float() / 255
+    images = torch.einsum("nchw,c->nhw", images, images.new_tensor([0.299, 0.587, 0.114]))[:, None]
+    if images.shape[-2:] == (SIDE, SIDE):
+        return images
+    if images.shape[-2:] != (32, 32):
+        images = F.interpolate(images, (32, 32), mode="bilinear", antialias=True)
+    return images[:, :, 2:-2, 2:-2]
+
+
+class Builtin(Features):
+    """Features of the built-in classifier, of pictures and of clips."""
+
+    name = "builtin"
+    size = 64
+    classes = FASHION
+    videos = None
+    parts = ("item", "motion")                     # of what a caption of a clip asks for
+
+    def __init__(self, device: torch.device) -> None:
+        path = BUILTIN / FILE
+        self.fingerprint = blake2b(path.read_bytes(), digest_size=8).hexdigest()
+        self._network, self._device = Classifier.load(path).to(device), device
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 (N, C, H, W), or clips (N, T, C, H, W) -> features (N, 64) and logits (N, 10), float32."""
+        images = images.to(self._device)
+        with computing("fp32"):
+            if images.ndim == 4:
+                return self._network(prepared(images))
+            features, logits = self._network(items(grey(images).flatten(0, 1)))
+        clips, frames = images.shape[:2]
+        return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
+
+    def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
+                captions: list[str] | None) -> Tensor | None:
+        """As of Features; of clips by their captions: those that are right, all, right items, and right motions."""
+        if images.ndim == 4 or captions is None:
+            return super().showing(images, logits, labels, captions)
+        known = moving.captions()
+        if unknown := [caption for caption in captions if caption not in known]:
+            raise ConfigError(f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
+                              "for those, or leave out the metric accuracy")
+        labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
+        item, motion = logits.argmax(1) == labels, motions(grey(images.to(logits.device))) == asked
+        return by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)

@@ -1,0 +1,74 @@
+"""What the built-in clips show, in closed form: where the item is, and which of the five motions it makes.
+
+The clips (data/moving.py) show one bright item on black, whose side is two thirds of the canvas's shorter one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dstrain.data.moving import MOTIONS
+
+NO_MOTION = -1
+_LEAST = 0.2                      # of the free length: a displacement below it is no motion
+_BOTH = 0.5                       # of the longer axis's path: with one as long on the shorter axis, the item bounces
+_EDGE = 0.01                      # of the brightness lies beyond either edge of an item
+
+
+def grey(videos: Tensor) -> Tensor:
+    """uint8 (N, T, C, H, W) -> float32 (N, T, H, W) in [0, 1], the mean of the colours."""
+    return videos.float().mean(2) / 255
+
+
+def items(frames: Tensor, side: int = 28) -> Tensor:
+    """The item of each frame float32 (N, H, W), as the classifier knows it: float32 (N, 1, side, side).
+
+    The item's square is as wide as the clips are made, and lies around the middle between its edges. Its inner 28/32
+    are taken, the rest being the border that the data have at any size but 28.
+    """
+    height, width = frames.shape[-2:]
+    shown = 2 * min(height, width) // 3 * 28 / 32                                     # pixels
+    steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5             # (side,)
+    axes = [2 * (_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
+            for dim, length in ((1, width), (2, height))]                             # x and y: (N, side) each
+    grid = torch.stack((axes[0][:, None, :].expand(-1, side, -1), axes[1][:, :, None].expand(-1, -1, side)), -1)
+    return F.grid_sample(frames[:, None], grid, mode="bilinear", align_corners=False)
+
+
+def motions(videos: Tensor) -> Tensor:
+    """Of clips float32 (N, T, H, W) the index of the motion in MOTIONS, or NO_MOTION: int64 (N,), T >= 2.
+
+    From the centre of brightness in each frame. An item bounces whose paths along both axes are of similar length; else
+    it moves along the axis of the larger displacement. All true clips of five frames or more on a square are right; an
+    oblong canvas needs more, since a fast item turns between two frames.
+    """
+    height, width = videos.shape[-2:]
+    free = min(height, width) - 2 * min(height, width) // 3
+    places = torch.stack([_centre(videos.sum(2)), _centre(videos.sum(3))], -1)        # (N, T, 2): x, y in pixels
+    paths = places.diff(dim=1).abs().sum(1)                                           # (N, 2)
+    net = places[:, -1] - places[:, 0]
+    axis = net.abs().argmax(1)                                                        # (N,)
+    ahead = net.gather(1, axis[:, None])[:, 0] > 0
+    left, right, up, down, bouncing = range(len(MOTIONS))
+    straight = torch.where(axis == 0, torch.where(ahead, right, left), torch.where(ahead, down, up))
+    result = torch.where(paths.amin(1) >= _BOTH * paths.amax(1), bouncing, straight)
+    still = torch.where(result == bouncing, paths.amax(1), net.abs().amax(1)) < _LEAST * free
+    return torch.where(still | ~places.isfinite().all(2).all(1), NO_MOTION, result)
+
+
+def _centre(profile: Tensor) -> Tensor:
+    """The centre of brightness along the last axis, pixels; NaN of black."""
+    return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
+
+
+def _middle(profile: Tensor) -> Tensor:
+    """The middle between the two edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
+    share = profile.cumsum(1) / profile.sum(1, keepdim=True)                          # up to the right edge of a pixel
+    share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
+    before = torch.cat((torch.zeros_like(share[:, :1]), share[:, :-1]), 1)
+    edges = []
+    for level in (_EDGE, 1 - _EDGE):
+        pixel = (share < level).sum(1, keepdim=True).clamp(max=profile.shape[1] - 1)  # that the level lies in
+        low, high = before.gather(1, pixel), share.gather(1, pixel)
+        edges.append((pixel + (level - low) / (high - low).clamp(min=1e-6))[:, 0])
+    return (edges[0] + edges[1]) / 2
