@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.launch import ROOT, command
+from tests.support.launch import ROOT, command, here
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, train
 
 TOKENIZER, MASKGIT = (ROOT / "tests" / "launch" / f"{name}.yaml" for name in ("tiny-phenaki-tokenizer", "tiny-phenaki"))
@@ -58,6 +58,19 @@ def test_both_stages_resume(made):
         assert shown.n_frames == 5
     with Image.open(maskgit / "samples" / f"step_{STEPS:08d}.gif") as shown:
         assert shown.n_frames == 5
+
+
+def test_metrics_of_clips(made, tmp_path, monkeypatch, capsys):
+    """Oracle: the training's own last line, of 2 ranks: evaluate draws the same captions, and finds the same figures."""
+    maskgit = made[2]
+    [trained] = [line for line in map(json.loads, (maskgit / "metrics.jsonl").read_text().splitlines())
+                 if "metrics/fd" in line]
+    code, _, err = here("evaluate.py", [maskgit, "--metrics", "fd,accuracy", "--split", "held_out", "--num-samples", "60",
+                                        "--out", tmp_path], monkeypatch, capsys)
+    assert code == 0, err
+    figures = json.loads(next(tmp_path.glob("*.json")).read_text())["figures"]
+    for name in ("fd", "accuracy", "accuracy_item", "accuracy_motion"):
+        assert figures[name] == pytest.approx(trained[f"metrics/{name}"], rel=1e-3), name
 
 
 def test_the_loss_falls(made):
