@@ -16,8 +16,8 @@ from dstrain.command.job import Job, JobOptions, checked, prepare
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Run, as_text, dump, load, nearby
 
-__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_case", "load_recipe", "prepare",
-           "run_main", "train_arguments"]
+__all__ = ["ConfigError", "Job", "JobOptions", "describe", "headline", "job_arguments", "load_case", "load_recipe",
+           "prepare", "run_main", "train_arguments"]
 
 _DEFAULT_RECIPE = Path("launch/recipes/dit-small.yaml")
 _DEFAULT_DS_CONFIG = Path("ds_configs/zero2.json")

@@ -1,7 +1,6 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
-    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, the optimizer's moments, ema.DECAY or
-                                       ema.WIDTH
+    PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, moments, ema.DECAY or ema.WIDTH
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
@@ -59,10 +58,7 @@ class Checkpoints:
         self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
         self.saver = Saver(self.store, save.asynchronous and not self._native, report, saved)
-        self._engines = engines
-        self._ema = ema
-        self._system = system
-        self._trust_pickle = trust_pickle
+        self._engines, self._ema, self._system, self._trust_pickle = engines, ema, system, trust_pickle
         self.averages = averages.Averages(
             folder.with_name(averages.FOLDER), engines.masters, ema, save.asynchronous,
             lambda: self._common(ema.flats), lambda line: self.saver.report(line))
