@@ -32,6 +32,7 @@ RULES = {
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
+    "costs": (*GROUND, "engine", "systems", "systems.base", "track", "train", "bench"),            # counts that step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")

@@ -55,8 +55,8 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
 def _require_countable(run: Run, settings: dict[str, Any]) -> None:
     """ConfigError: code that needs values or a GPU's kernels."""
     if run.optimizer.name == "adamw8bit":
-        raise ConfigError("optimizer.name=adamw8bit: its library computes on real tensors alone, so nothing is counted: "
-                          "write optimizer.name=adamw for a bound")
+        raise ConfigError("optimizer.name=adamw8bit: its library computes on real tensors alone, so nothing is "
+                          "counted: write optimizer.name=adamw for a bound")
     zero = settings.get("zero_optimization", {})
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
