@@ -34,6 +34,7 @@ RULES = {
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
+    "costs": (*GROUND, "engine", "systems", "systems.base", "track", "train", "bench"),            # counts that step
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")

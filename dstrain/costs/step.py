@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
 from dstrain.bench.sides import NoTracker, Repeated
 from dstrain.costs.counts import Collective
 from dstrain.costs.watch import Watch
@@ -51,7 +53,7 @@ def measure(run: Run, settings: dict[str, Any], system: System,
         with watch.making("buckets"):                             # what is made here and has no other owner
             engines = engines_of(system.networks, run, settings, system.decays, system.blocks())
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
-        with watch.making("inputs"):
+        with watch.making("inputs"), unset_fake_temporarily():    # captions are read
             batches = Repeated(system, settings["train_micro_batch_size_per_gpu"],
                                settings["gradient_accumulation_steps"])
         watch.mark((tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())),
