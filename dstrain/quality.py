@@ -33,9 +33,10 @@ from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
-from dstrain.systems.base import System
+from dstrain.systems.base import CHOICES, System
 from dstrain.track import figures
 
+_SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
 _TEXTS = 1024                                     # prompts that are encoded at a time
 
 
@@ -57,6 +58,10 @@ class QualityOptions:
     num_steps: int | None = None
     sampler: str | None = None
     guidance_scale: float | None = None
+    guidance_rescale: float | None = None
+    guidance_interval: tuple[float, float] | None = None
+    spacing: str | None = None
+    eta: float | None = None
     seed: int = 0
     ema: float | None = None
     raw: bool = False
@@ -87,7 +92,7 @@ class Drawn(Images):
             prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
             request, captions = make_request(
                 self.samples, self.system, count, options.seed + begin, labels=options.labels, prompts=prompts,
-                num_steps=options.num_steps, sampler=options.sampler, guidance_scale=options.guidance_scale)
+                sampler=options.sampler, **{name: getattr(options, name) for name in _SAMPLING})
             labels = request.conditions.get("label")
             for numbers, images in draw_own(self.system, self.networks, request, size):
                 numbers = numbers[numbers < count]
@@ -176,7 +181,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
     drawn = Drawn(options, run, system, trained.networks(system, checkpoint, kinds, dtype_of(options.precision)))
     choice = {name: getattr(drawn.samples, name) if getattr(options, name) is None else getattr(options, name)
-              for name in ("num_steps", "guidance_scale", "labels")}
+              for name in (*_SAMPLING, "labels")}
     return drawn, {"step": manifest(checkpoint)["step"], "weights": kinds, "split": "drawn", "seed": options.seed,
                    "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts)}}
 

@@ -33,7 +33,8 @@ of pictures:
   --images A --against B   two sets of images (or B: statistics) instead of a run
   --write-reference OUT.npz   only writes the statistics of RUN's data, or of --images A
   --kept N              features of each set that kid, pr and dc compare (10000)
-  --labels 3,5,5 | --prompts FILE, --sampler NAME, --guidance-scale S, --seed S    as in launch/generate.py
+  --labels 3,5,5 | --prompts FILE, --seed S, --sampler NAME, --guidance-scale S, --guidance-interval LO,HI,
+  --guidance-rescale F, --spacing NAME, --eta E    as in launch/generate.py
 
 The same question again replaces its own files. A chain of T timesteps calls the network T times for each image.
 
@@ -43,7 +44,7 @@ examples:
       --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5 --batch 64
 """
 _OF_METRICS = ("features", "reference", "images", "against", "write_reference", "kept", "labels", "prompts", "sampler",
-               "guidance_scale", "seed")
+               "guidance_scale", "spacing", "eta", "guidance_interval", "guidance_rescale", "seed")
 
 
 def _options(argv: list[str] | None = None):
@@ -67,8 +68,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--kept", type=arguments.positive)
     parser.add_argument("--labels", type=arguments.labels)
     parser.add_argument("--prompts", type=arguments.lines)
-    parser.add_argument("--sampler")
-    parser.add_argument("--guidance-scale", "--guidance_scale", type=arguments.scale)
+    parser.add_sampling()
     parser.add_argument("--seed", type=arguments.count)
     words = parser.words(argv)
     if words["folder"] is None and words["images"] is None:

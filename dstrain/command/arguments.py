@@ -36,6 +36,15 @@ class Parser(argparse.ArgumentParser):
         """--precision fp32, tf32 or bf16, see encoders/precision.py."""
         self.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
 
+    def add_sampling(self) -> None:
+        """--sampler, and the fields of a recipe's `samples` that say how it goes; words of the same names."""
+        self.add_argument("--sampler")
+        self.add_argument("--guidance-scale", "--guidance_scale", type=scale)
+        self.add_argument("--spacing", choices=("leading", "trailing", "linspace", "karras"))
+        self.add_argument("--eta", type=scale)
+        self.add_argument("--guidance-interval", "--guidance_interval", type=interval)
+        self.add_argument("--guidance-rescale", "--guidance_rescale", type=portion)
+
     def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """What was typed, by name. --help ends the process."""
         return self.values(self.parse_args(argv))
