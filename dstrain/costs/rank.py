@@ -26,7 +26,7 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
     flops = step_flops(system, run.batch.global_, counted_step(run, system)) / layout.world
-    weights, checkpoint = _whole(run, system)
+    weights, checkpoint = whole(run, system)
     measured, own = pretended(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [kind for entry, kinds in OFFLOADED.items() if offload(settings, entry) != "none" for kind in kinds]
@@ -64,7 +64,7 @@ def _require_countable(run: Run, settings: dict[str, Any]) -> None:
                               "ds_configs/zero3.json for a bound")
 
 
-def _whole(run: Run, system: System) -> tuple[dict[str, int], int]:
+def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
     """Weights by part, and the bytes of a checkpoint without the headers of its files."""
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part in system.parts:
