@@ -11,7 +11,6 @@ from typing import Any
 from dstrain import recipe, systems
 from dstrain.command.job import checked
 from dstrain.costs import rank, step
-from dstrain.costs.counts import Layout
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.engines import Engines
@@ -84,7 +83,7 @@ def counted(folder: Path, worlds: tuple[int, ...]) -> None:
     for world in worlds:
         for case, stage, bf16 in configurations(world):
             run, settings = prepared(folder, case, stage, bf16, world)
-            measured = asdict(rank.pretended(run, settings, systems.build(run.system, run.model), world, "cpu")[0])
-            counts = rank.count_here(run, settings, Layout(world, 8), "cpu") if stage in (1, 3) else None
-            figures[f"{world} {case} {stage} {bf16}"] = measured | {"counts": counts and asdict(counts)}
+            system = systems.build(run.system, run.model)
+            measured = asdict(rank.pretended(run, settings, system, world, "cpu")[0])
+            figures[f"{world} {case} {stage} {bf16}"] = measured | {"checkpoint": rank.whole(run, system)[1]}
     (folder / "counted.json").write_text(json.dumps(figures))
