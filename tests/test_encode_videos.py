@@ -164,7 +164,7 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
 
     def prepare(*words):
         given = ["data.height=8", "data.image_size=12", f"data.path={there}", f"model.tokenizer.path={stage}",
-                 "data.held_out=0", f"folder={tmp_path / 'run'}", *words]
+                 "data.held_out=0", "every.metrics=0", f"folder={tmp_path / 'run'}", *words]
         return cli.prepare(cli.train_arguments(ROOT, ["--recipe", "tests/launch/tiny-phenaki.yaml", *given]), 1, "cpu")
 
     assert prepare().run.data.path == str(there)

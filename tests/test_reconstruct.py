@@ -94,7 +94,7 @@ def test_every_verb_takes_it(made, tmp_path):
     path, result = evaluate(EvaluateOptions(folder, num=4, num_steps=2, ema=0.15, out=tmp_path / "figures"))
     assert result["weights"] == {"denoiser": "ema.0.15"} and "ema0.15" in path.name
     out = generate(GenerateOptions(folder, num=1, num_steps=2, ema=0.15, out=tmp_path / "pictures"))
-    drawn = torch.tensor(list(Image.open(out / "000000.png").convert("L").tobytes()))
+    drawn = torch.tensor(list(Image.open(out / "samples" / "000000.png").convert("L").tobytes()))
     assert torch.equal(drawn, run.sample(1, num_steps=2).flatten().long())
 
 

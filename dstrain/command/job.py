@@ -174,11 +174,14 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     _check_step(run, options)
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)
+    if options.print_config:
+        return remarks
+    phases().at("trying two samples")
+    remarks += probe(run, system, source)
     if options.dry_run:
         from dstrain.costs.estimate import brief
         remarks.append(brief(run, system, resolved, world))
-    phases().at("trying two samples")
-    return remarks if options.print_config else remarks + probe(run, system, source)
+    return remarks
 
 
 def _check_step(run: Run, options: JobOptions) -> None:

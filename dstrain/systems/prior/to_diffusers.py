@@ -27,7 +27,7 @@ from dstrain.diffusion import samplers
 from dstrain.diffusion.published import PREDICTIONS, save_pipeline
 from dstrain.nn.measures import relative_error
 from dstrain.ranks import group
-from dstrain.systems.base import Example
+from dstrain.systems.base import Example, Request
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
 from dstrain.systems.prior.system import PriorSystem
@@ -133,7 +133,8 @@ def drawn(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         texts["text_mask"] = torch.arange(tokens, device=device) < torch.tensor([[tokens], [1]], device=device)
     conditions, count = system._texts(texts), config.num_candidates
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
-    network = system._chained(nets, repeated, _SCALE if config.text_cond_drop_prob else 1.0)
+    scale = _SCALE if config.text_cond_drop_prob else 1.0
+    network = system._chained(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
     noise = lambda *_: normal(2 * count, *system.shape)
     x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
     x = samplers.ancestral(system.diffusion.respaced(str(_steps(system))), network, x, noise)
