@@ -124,6 +124,6 @@ def test_what_comes_after_deepspeeds_own_files(checked, tmp_path):
         evaluate.evaluate(evaluate.EvaluateOptions(run, num=8, raw=True, out=tmp_path / "raw"))
     run = checked[0] / "dit" / "dit-2"
     out = generate.generate(generate.GenerateOptions(run, num=2, num_steps=2, out=tmp_path / "drawn"))
-    assert len(list(out.glob("0*.png"))) == 2
+    assert len(list((out / "samples").glob("0*.png"))) == 2
     with pytest.raises(ValueError, match="denoiser in DeepSpeed's own files: merge them with .*consolidate.py"):
         generate.generate(generate.GenerateOptions(run, num=2, raw=True, out=tmp_path / "raw"))
