@@ -315,12 +315,12 @@ def measure(training: Training, done: int) -> float | None:
     """
     training.watchdog.at(done, "metrics of step")
     run, scores = training.run, {}
-    first = next(iter(run.ema.decays), None) if run.samples.ema is None else run.samples.ema
-    for decay in run.ema.decays or (None,):
-        with training.ema.swapped(decay):
+    first = next(iter(run.ema.names), None) if run.samples.ema is None else run.samples.ema
+    for average in run.ema.names or (None,):
+        with training.ema.swapped(average):
             figures = training.quality.measure(training.engines.modules, training.micro,
                                                lambda rounds: training.watchdog.each(rounds, done, "metrics of step"))
-        scores |= {name if decay == first else f"ema_{decay:g}/{name}": value for name, value in figures.items()}
+        scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.scores(done, scores, kind="metrics")
     return training.quality.score(scores)
 

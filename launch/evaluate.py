@@ -45,6 +45,10 @@ examples:
 """
 _OF_METRICS = ("features", "reference", "images", "against", "write_reference", "kept", "labels", "prompts", "sampler",
                "guidance_scale", "spacing", "eta", "guidance_interval", "guidance_rescale", "seed")
+_OF_DRAWING = ("num_steps", "ema", "raw", "step", "labels", "prompts", "sampler", "guidance_scale", "spacing", "eta",
+               "guidance_interval", "guidance_rescale", "seed")
+# Words whose option has another name.
+_TYPED = {"num": "num-samples", "num_steps": "steps", "step": "checkpoint", "reference": "reference (--against)"}
 
 
 def _options(argv: list[str] | None = None):
@@ -92,9 +96,23 @@ def _of_metrics(words: dict, metrics: dict):
         if "reference" in metrics or "images" not in metrics:
             raise cli.ConfigError("--against B goes with --images A, and is another word for --reference: give one")
         metrics["reference"] = metrics.pop("against")
+    _refuse_unused(words | metrics)
     metrics["features"] = tuple(metrics.get("features", ()))
     from dstrain.quality import QualityOptions
     return QualityOptions(**words, **metrics)
+
+
+def _refuse_unused(words: dict) -> None:
+    """ConfigError: an option that would change nothing beside the others."""
+    of_run = (*_OF_DRAWING, "split", "num")
+    for present, unused in (("images", of_run), ("write_reference", (*_OF_DRAWING, "reference", "out")),
+                            ("reference", ("split",))):
+        for name in unused if words.get(present) is not None else ():
+            if (value := words.get(name)) is not None and value is not False:
+                option, other = _TYPED.get(name, name.replace("_", "-")), present.replace("_", "-")
+                raise cli.ConfigError(f"--{option} changes nothing beside --{other}: leave it out")
+    if words["precision"] != "fp32" and (words.get("images") or words.get("write_reference")):
+        raise cli.ConfigError(f"--precision {words['precision']} is of a run that draws: leave it out")
 
 
 def main() -> None:

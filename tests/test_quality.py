@@ -54,6 +54,7 @@ def test_a_run(run, words, tmp_path):
     assert "statistics of" in write_reference(QualityOptions(**common, folder=run, split="held_out",
                                                              write_reference=data))
     of_files = quality(QualityOptions(**common, images=generated, reference=data))[1]
+    assert report(None, of_files).splitlines()[0] == f"{generated.name}: {NUM} images"
     options = QualityOptions(**common, folder=run, num=NUM, seed=5, batch=4, out=tmp_path / "out", split="held_out")
     path, result = quality(options)
     assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6) and len(result["figures"]) == 6
@@ -112,6 +113,15 @@ def test_adm_files(words, tmp_path):
     (["--images", "x", "RUN", "--metrics", "fid"], "name one of the two"),
     (["RUN", "--metrics", "fid", "--against", "x"], "--against B goes with --images A"),
     (["RUN", "--metrics", "fid", "--data", "x"], "--data is for bits/dim"),
+    *((["--images", "x", "--against", "y", "--metrics", "fid", *option.split()], f"{name} changes nothing beside --i")
+      for option, name in (("--guidance-scale 3", "--guidance-scale"), ("--labels 3", "--labels"), ("--raw", "--raw"),
+                           ("--num-samples 5", "--num-samples"), ("--ema 0.5", "--ema"), ("--split test", "--split"),
+                           ("--steps 3", "--steps"), ("--checkpoint 0", "--checkpoint"), ("--seed 0", "--seed"))),
+    (["--images", "x", "--against", "y", "--metrics", "fid", "--precision", "bf16"], "--precision bf16 is of a run"),
+    (["RUN", "--metrics", "fid", "--reference", "x", "--split", "train"], "--split changes nothing beside --reference"),
+    (["--images", "x", "--against", "y", "--metrics", "fid", "--write-reference", "z.npz"],
+     "--reference (--against) changes nothing beside --write-reference"),
+    (["RUN", "--metrics", "fid", "--eta", "1", "--write-reference", "z.npz"], "--eta changes nothing beside --write"),
     (["RUN", "--metrics", "fid"], "fid needs a network"), ([], "name the folder of a run"),
     (["RUN", "--metrics", "fid", "--write-reference", "x.pt"], "name a file that ends in .npz")])
 def test_command_line(words, message, run, monkeypatch, capsys):

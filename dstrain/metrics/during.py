@@ -47,8 +47,6 @@ class Quality:
         if system.starts_from_data:
             raise ConfigError(f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure what "
                               "launch/generate.py --then draws")
-        if isinstance(run.save.best, str) and run.save.best not in (*_HIGHER, *_LOWER):
-            raise ConfigError(f"save.best={run.save.best}: it may be one of {', '.join((*_LOWER, *_HIGHER))}")
         with reworded(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
         own = built_in(data, samples.metrics_split)
@@ -143,7 +141,14 @@ def checked_quality(run: Run, system: System, train: Source, unseen: Source | No
         name = name_of(run.data)
         asked = name == MOVING and system.takes_texts or name == FASHION_PATH and "label" in system.conditions(1)
         metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
-    return Quality(run, metrics, system, train, unseen) if run.every.metrics and metrics else None
+    best, measures = run.save.best, run.every.metrics and metrics
+    quality = Quality(run, metrics, system, train, unseen) if measures else None
+    if isinstance(best, str) and best not in (*_LOWER, *_HIGHER):
+        raise ConfigError(f"save.best={best}: it may be one of {', '.join((*_LOWER, *_HIGHER))}")
+    if isinstance(best, str) and best not in (metrics or ()):
+        raise ConfigError(f"save.best={best} needs that metric, and these data and this model have "
+                          f"{' and '.join(metrics or ('none',))} by default: name it in samples.metrics")
+    return quality
 
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:

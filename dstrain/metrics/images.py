@@ -71,6 +71,8 @@ def open_set(path: Path, option: str) -> Images:
 def _reading(path: Path, option: str) -> Iterator[None]:
     try:
         yield
+    except ConfigError:                           # a ValueError that already says what to do
+        raise
     except (OSError, EOFError, ValueError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{option} {path} cannot be read ({type(error).__name__}: {error}); mend or remove "
                           "it") from None
@@ -114,6 +116,9 @@ class Arrays(Images):
             others = {name: file[name] for name in ("arr_1", "prompts") if name in self.names}
         with self._stream() as (_, shape):
             self.shape = shape
+        for name, values in others.items():
+            if values.ndim and len(values) != len(self):
+                raise ValueError(f"{name} has {len(values)} entries, and arr_0 {len(self)} images")
         labels = others.get("arr_1")
         self.labels = torch.from_numpy(labels.astype(np.int64)) if labels is not None and labels.ndim == 1 else None
         self.captions = others["prompts"].tolist() if "prompts" in others else None

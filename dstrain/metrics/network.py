@@ -45,8 +45,9 @@ class Features(ABC):
         if labels is None:
             return None
         labels = labels.to(logits.device)
-        if int(labels.max()) >= len(self.classes):
-            raise ConfigError(f"a label is {int(labels.max())}, and {self.name} knows {len(self.classes)} classes: "
+        wrong = labels[(labels < 0) | (labels >= len(self.classes))]
+        if len(wrong):
+            raise ConfigError(f"a label is {int(wrong[0])}, and {self.name} knows {len(self.classes)} classes: "
                               "leave out the metric accuracy")
         right = logits.argmax(1) == labels
         return by_class(labels, len(self.classes), right, torch.ones_like(right))

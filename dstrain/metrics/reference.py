@@ -62,6 +62,8 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
     kept = None if end else arrays.get(f"{prefix}kept", arrays.get(f"{prefix}feats"))
     if mean is None and kept is None:
         return None
+    mean, covariance, kept = (_checked(rows, f"--reference {path}: {prefix}{key}", axes) for rows, key, axes in (
+        (mean, f"mu{end}", "D"), (covariance, f"sigma{end}", "DD"), (kept, "kept or feats", "nD")))
     for rows in (mean, covariance, kept):
         if rows is not None and rows.shape[-1] != network.size:
             raise ConfigError(f"--reference {path} holds statistics of {rows.shape[-1]} features, and {name} has "
@@ -76,8 +78,24 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
                       None if fingerprint is None else str(fingerprint))
 
 
+def _checked(rows: Any, name: str, axes: str) -> np.ndarray | None:
+    """Numbers with these axes, those of one letter equally long. ConfigError with `name`: they are not, or not finite.
+    """
+    if rows is None:
+        return None
+    rows = np.asarray(rows)
+    shape = f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
+    if (rows.dtype.kind not in "fiu" or rows.ndim != len(axes) or not rows.size
+            or len(set(axes)) == 1 and len(set(rows.shape)) > 1):
+        raise ConfigError(f"{name} is {rows.dtype} of shape {rows.shape}, and numbers of shape {shape} are expected: "
+                          "write the file anew")
+    if not np.isfinite(rows).all():
+        raise ConfigError(f"{name} holds values that are not finite: write the file anew")
+    return rows
+
+
 def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    return None if array is None else torch.from_numpy(np.asarray(array)).to(device, dtype)
+    return None if array is None else torch.from_numpy(array).to(device, dtype)
 
 
 def _zipped(path: Path) -> dict[str, Any]:

@@ -307,8 +307,8 @@ class Run(Section):
              f"the moments of adamw, not of {self.optimizer.name}: write save.format=fragments"),
             (self.save.best is True and not self.every.evaluate, "save.best=true needs held-out losses: set "
              "every.evaluate"),
-            (isinstance(self.save.best, str)
-             and not (self.every.metrics and self.save.best in (self.samples.metrics or ())),
+            (isinstance(self.save.best, str) and not (self.every.metrics and (
+                self.samples.metrics is None or self.save.best in self.samples.metrics)),    # None: metrics/during.py
              f"save.best={self.save.best} needs that metric: set every.metrics, and name it in samples.metrics"),
             (self.every.metrics and self.samples.metrics == (), f"every.metrics={self.every.metrics}: samples.metrics "
              "names none: write samples.metrics=[fd], say, or every.metrics=0"),

@@ -17,6 +17,8 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 def title(result: dict[str, Any]) -> str:
     """One line that says what was measured."""
+    if "system" in result and result["system"] is None:              # a set of images, and no run
+        return f"{result['run']}: {result['samples']} images"
     data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
     number = f"{result['samples']} {data} samples"
     if result["samples"] < result["samples_of_split"]:

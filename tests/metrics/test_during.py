@@ -1,16 +1,22 @@
 """Metrics in training without training: a system that draws images of the data, on one rank and on two."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dstrain import train
 from dstrain.data.images import Fashion
+from dstrain.engine.ema import EmaShadow
 from dstrain.metrics import table
 from dstrain.metrics.during import checked_quality, open_quality
 from dstrain.metrics.features import open_features
+from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
 from tests.support import counting, gloo
@@ -138,6 +144,55 @@ def test_metrics_by_default(tmp_path, system, data, steps, metrics):
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": data})})
     quality = checked_quality(run, system(), Fashion(28, 1), None)
     assert quality is None if metrics is None else set(quality.metrics) == metrics
+
+
+@pytest.mark.parametrize("system, best, message", [
+    (Copies, "fd", None), (Copies, "accuracy", None), (Still, "fd", "save.best=fd needs that metric, and"),
+    (Unlabelled, "accuracy", "this model have fd by default: name it in samples.metrics"),
+    (Copies, "xyz", "save.best=xyz: it may be one of fd, fid"), (Still, "xyz", "save.best=xyz: it may be one of")])
+def test_the_best_by_a_metric_of_the_default(tmp_path, system, best, message):
+    """Oracle: by hand: what is measured where the recipe names no metrics may be chosen by, and nothing else."""
+    run = run_in(tmp_path, samples={"metrics": None}, save={"best": best})
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        assert best in checked_quality(run, system(), Fashion(28, 1), None).metrics
+
+
+class Shown:
+    """What EmaShadow uses of Masters: one flat, and a way to show another."""
+
+    def __init__(self) -> None:
+        self.flats, self.shown = [torch.zeros(1)], 0
+
+    @contextmanager
+    def showing(self, values: list[Tensor]) -> Iterator[None]:
+        self.shown = int(values[0])
+        yield
+        self.shown = 0
+
+
+class Shifted(Copies):
+    """Draws as many images of the train split further on as its weight says."""
+
+    averaged = ("net",)
+
+    def sample(self, nets: Nets, request: Request) -> Tensor:
+        return Fashion(28, 1).images[request.seeds + nets["net"].shown][:, None]
+
+
+def test_every_average_is_measured(tmp_path):
+    """Oracle: Quality.measure of networks with each average's weight, a decay and a width; the first has no prefix."""
+    run, masters, reports = run_in(tmp_path, ema={"decays": [0.9], "profiles": [0.1]}), {"net": Shown()}, []
+    ema, quality = EmaShadow(masters, run.ema, ("net",)), open_quality(run, system := Shifted(), Fashion(28, 1), None)
+    expected = {}
+    for name, prefix, weight in ((0.9, "", 40.0), (0.1, "ema_0.1/", 700.0)):
+        ema.flats["net"][name][0].fill_(weight)
+        masters["net"].shown = int(weight)
+        expected |= {f"{prefix}{key}": value for key, value in quality.measure(masters, 16).items()}
+    with Watchdog(tmp_path, 0, 0, 600) as watchdog:
+        tracker = SimpleNamespace(scores=lambda done, scores, kind: reports.append((done, scores, kind)))
+        train.measure(SimpleNamespace(run=run, system=system, ema=ema, quality=quality, watchdog=watchdog, micro=16,
+                                      engines=SimpleNamespace(modules=masters), tracker=tracker), 5)
+    assert reports == [(5, expected, "metrics")] and expected["fd"] != expected["ema_0.1/fd"]
 
 
 @pytest.mark.parametrize("sections, message", [

@@ -67,6 +67,26 @@ def test_folder_zip_and_npz(tmp_path):
         (tmp_path / name).write_bytes(content) if content else (tmp_path / name).mkdir()
         with pytest.raises(ConfigError, match=f"--against .*{name}"):
             images.open_set(tmp_path / name, "--against")
+    with pytest.raises(ConfigError, match="^--against .*empty holds no images"):          # and nothing before it
+        images.open_set(tmp_path / "empty", "--against")
+    for others, message in (({"arr_1": np.arange(4)}, "arr_1 has 4 entries, and arr_0 5 images"),
+                            ({"prompts": np.array(["a"])}, "prompts has 1 entries")):
+        with pytest.raises(ConfigError, match=f"--images .*b.npz.*{message}"):
+            images.open_set(arrays(tmp_path / "b.npz", pixels, **others), "--images")
+
+
+@pytest.mark.parametrize("content, message", [
+    ({"mu": np.zeros(24), "sigma": np.ones(24)}, r"sigma is float64 of shape \(24,\), and numbers of shape \(D, D\)"),
+    ({"mu": np.zeros(24), "sigma": np.ones((2, 24))}, r"sigma is float64 of shape \(2, 24\)"),
+    ({"mu": np.float64(3), "sigma": np.eye(24)}, r"mu is float64 of shape \(\), and numbers of shape \(D,\)"),
+    ({"mu": np.array("x" * 24), "sigma": np.eye(24)}, "mu is <U24"), ({"feats": np.zeros(24)}, "kept or feats is"),
+    ({"mu": np.full(24, np.nan), "sigma": np.eye(24)}, "mu holds values that are not finite"),
+    ({"mu": np.zeros(24), "sigma": np.full((24, 24), np.inf)}, "sigma holds values that are not finite")])
+def test_statistics_of_other_shapes(tmp_path, content, message):
+    """Oracle: the line that names the file, the array and what it should be."""
+    np.savez(tmp_path / "f.npz", **content)
+    with pytest.raises(ConfigError, match=f"--reference .*f.npz: {message}"):
+        reference.read(tmp_path / "f.npz", [Projected()], torch.device("cpu"))
 
 
 def test_files_of_statistics(tmp_path):
@@ -174,10 +194,11 @@ def test_fvd_of_clips(tmp_path):
 
 
 def test_labels_are_needed(tmp_path):
-    """Oracle: accuracy without labels is refused with the first batch, and so is a label beyond the classes."""
+    """Oracle: accuracy without labels is refused with the first batch, and so is a label that is no class."""
     networks = {"accuracy": Projected()}
     for name, others, message in (("x", {}, "accuracy needs labels"),
-                                  ("y", {"arr_1": np.arange(9)}, "a label is 8, and inception knows 7 classes")):
+                                  ("y", {"arr_1": np.arange(9) % 8}, "a label is 7, and inception knows 7 classes"),
+                                  ("z", {"arr_1": np.arange(9) % 8 - 1}, "a label is -1, and inception knows 7")):
         path = arrays(tmp_path / f"{name}.npz", noise(9), **others)
         with pytest.raises(ConfigError, match=message):
             table.collect(images.open_set(path, "--images"), networks, 9)

@@ -36,10 +36,12 @@ class ClassPipeline(DiffusionPipeline):
                  output_type="pil"):
         """A picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
 
-        output_type: pil, np, pt, or latent: what the chain ends with, undecoded.
+        output_type: pil, np, pt, or latent: what the chain ends with, undecoded. ValueError: no such label.
         """
         config, device, scheduler = self.transformer.config, self._execution_device, self.scheduler
         y = torch.as_tensor(class_labels, device=device).reshape(-1)                                  # (B,)
+        if ((y < 0) | (y >= config.num_embeds_ada_norm)).any():
+            raise ValueError(f"class_labels={y.tolist()}: labels are 0 to {config.num_embeds_ada_norm - 1}")
         shape = (len(y), config.in_channels, config.sample_size, config.sample_size)
         x = randn_tensor(shape, generator, device, self.transformer.dtype) if latents is None else latents.to(device)
         if "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:

@@ -31,9 +31,13 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         """A picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes them.
 
         latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
+        ValueError: no such label.
         """
         config, device, scheduler = self.unet.config, self._execution_device, self.scheduler
         y = None if class_labels is None else torch.as_tensor(class_labels, device=device).reshape(-1)
+        classes = config.num_class_embeds
+        if y is not None and classes is not None and ((y < 0) | (y >= classes)).any():
+            raise ValueError(f"class_labels={y.tolist()}: labels are 0 to {classes - 1}")
         channels, count = config.in_channels, len(low_res if y is None else y)
         stretched = None
         if self.config.enlarges:

@@ -121,6 +121,9 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
         images = pipeline(labels, scale, 25, latents=noise, output_type="pt").images
         ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale)).float()
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
+    for label in (system.config.num_classes, system.config.num_classes + 70, -1):
+        with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
+            pipeline([0, label], 3.0, 25)
     plain = pipeline(labels, 1.0, 25, latents=noise, output_type="pt").images
     assert not torch.equal(plain, pipeline([5, 5, 5], 1.0, 25, latents=noise, output_type="pt").images)
     grey = pipeline([1], 3.0, 5, torch.Generator().manual_seed(0)).images[0]

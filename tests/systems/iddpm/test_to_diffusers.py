@@ -108,6 +108,9 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     assert isinstance(pipeline.scheduler, DDPMScheduler) and pipeline.config.id2label["2"] == "c"
     if sampler == "ddim":
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading")
+    for label in (system.config.num_classes, 77, -1):
+        with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
+            pipeline([0, label], torch.zeros(2, 3, 4, 4))
     seeds, labels, drawn = torch.arange(3), [4, 0, 2], []
     keys = rng.keys_of_seeds(seeds)
 
