@@ -37,7 +37,8 @@ AVERAGES = ("ema.profiles=[0.05,0.1]", "ema.snapshots=1")
 
 
 def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> dict[str, torch.Tensor]:
-    """A snapshot of each step, around the run's weights; what the paper's system makes of them at 0.15, by name."""
+    """A snapshot of each step, around the run's weights; what the paper's system, divided by
+    its sum, makes of them at 0.15, by name."""
     generator, values = torch.Generator().manual_seed(1), []
     for step in steps:
         at = folder / "averages" / f"step_{step:08d}"
@@ -59,6 +60,7 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
         (at / NAME).write_bytes(render(body))
     solution = published_solution([(step, width) for step in steps for width in WIDTHS], steps[-1], 0.15)
+    solution = solution / solution.sum()
     return {name: sum(x * value[name] for x, value in zip(solution, values)) for name in values[0]}
 
 
@@ -94,7 +96,7 @@ def test_every_verb_takes_it(made, tmp_path):
     path, result = evaluate(EvaluateOptions(folder, num=4, num_steps=2, ema=0.15, out=tmp_path / "figures"))
     assert result["weights"] == {"denoiser": "ema.0.15"} and "ema0.15" in path.name
     out = generate(GenerateOptions(folder, num=1, num_steps=2, ema=0.15, out=tmp_path / "pictures"))
-    drawn = torch.tensor(list(Image.open(out / "000000.png").convert("L").tobytes()))
+    drawn = torch.tensor(list(Image.open(out / "samples" / "000000.png").convert("L").tobytes()))
     assert torch.equal(drawn, run.sample(1, num_steps=2).flatten().long())
 
 
