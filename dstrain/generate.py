@@ -102,12 +102,18 @@ def generate(options: GenerateOptions) -> Path:
 def _guide(options: GenerateOptions, run: Run, system: System) -> tuple[Opened, dict[str, Any]]:
     """The run that guides, and which of its weights. ConfigError: it cannot guide this system, or guidance is off."""
     folder, weights = options.guide
-    if (run.samples.guidance_scale if options.guidance_scale is None else options.guidance_scale) == 1:
+    if _guidance_scale(options, run) == 1:
         raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
     guide = _open(folder)
     with reworded(f"--guide {folder}: "):
         system.require_guide(guide[2])
     return guide, {"raw": True} if weights == "raw" else {"ema": weights}
+
+
+def _guidance_scale(options: GenerateOptions, run: Run) -> float:
+    if options.guidance_scale is not None:
+        return options.guidance_scale
+    return run.samples.guidance_scale if options.invert is None else 1.0         # guided chains come back less exactly
 
 
 def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: Request, captions: list[str] | None,
@@ -243,14 +249,12 @@ def _request(options: GenerateOptions, run: Run, system: System, images: Tensor 
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
-    chosen = {name: getattr(options, name) for name in ("num_steps", "guidance_scale", *CHOICES)}
-    if options.invert is not None and chosen["guidance_scale"] is None:
-        chosen["guidance_scale"] = 1.0                            # guided chains come back less exactly
+    chosen = {name: getattr(options, name) for name in ("num_steps", *CHOICES)}
     with reworded(f"{option}{options.folder}: "):
         request, captions = make_request(
             run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,
             images=images if options.invert is None else None, sampler=sampler or None,
-            num_frames=clip and clip.frames, **chosen)
+            num_frames=clip and clip.frames, guidance_scale=_guidance_scale(options, run), **chosen)
     if options.invert is not None:
         request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num

@@ -170,3 +170,8 @@ def test_guide(tiny, tmp_path):
         generate(GenerateOptions(tiny, guide=(other, None), **words))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
         generate(GenerateOptions(tiny, guide=(tiny, None), guidance_scale=1.0, **words))
+    assert run.samples.guidance_scale != 1
+    given = tmp_path / "given.npz"
+    np.savez(given, np.zeros((1, 32, 32, 1), np.uint8))
+    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):           # which --invert takes unless told
+        generate(GenerateOptions(tiny, guide=(tiny, None), invert=given, **words | {"sampler": "ddim"}))

@@ -37,7 +37,8 @@ AVERAGES = ("ema.profiles=[0.05,0.1]", "ema.snapshots=1")
 
 
 def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> dict[str, torch.Tensor]:
-    """A snapshot of each step, around the run's weights; what the paper's system makes of them at 0.15, by name."""
+    """A snapshot of each step, around the run's weights; what the paper's system, divided by
+    its sum, makes of them at 0.15, by name."""
     generator, values = torch.Generator().manual_seed(1), []
     for step in steps:
         at = folder / "averages" / f"step_{step:08d}"
@@ -59,6 +60,7 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
         (at / NAME).write_bytes(render(body))
     solution = published_solution([(step, width) for step in steps for width in WIDTHS], steps[-1], 0.15)
+    solution = solution / solution.sum()
     return {name: sum(x * value[name] for x, value in zip(solution, values)) for name in values[0]}
 
 

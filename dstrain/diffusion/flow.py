@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dstrain.diffusion.gaussian import Network, Noise, Progress, at_boundary
 from dstrain.diffusion.likelihood import mean_flat
-from dstrain.diffusion.schedule import LARGEST_NOISE, karras
+from dstrain.diffusion.schedule import LARGEST_NOISE, below_the_top
 from dstrain.diffusion.solvers import SOLVERS, Level, eta_of, solve, steps_of
 from dstrain.recipe import ConfigError
 
@@ -63,7 +63,7 @@ class FlowMatching:
     def grid(self, num_steps: int, like: Tensor, spacing: str | None = None) -> Tensor:
         """Sampling times from 1 to 0: (num_steps + 1,), evenly (None, linspace) and shifted, or by karras."""
         if spacing == "karras":                   # pure noise, then ever denser in t / (1 - t)
-            inner = [1 / (1 + 1 / s) for s in karras(num_steps - 1, _LOWEST, LARGEST_NOISE)]
+            inner = [1 / (1 + 1 / s) for s in below_the_top(num_steps, _LOWEST, LARGEST_NOISE)]
             return torch.tensor([1.0, *inner, 0.0], dtype=like.dtype, device=like.device)
         return self._shifted(torch.linspace(1, 0, num_steps + 1, dtype=like.dtype, device=like.device))
 

@@ -57,11 +57,12 @@ def timesteps_of(diffusion: GaussianDiffusion, sampler: str, num_calls: int, spa
     """The timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
     spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
-    for ddpm; karras for solvers, which it suits best. ConfigError: the chain has fewer.
+    for ddpm; karras for solvers, which it suits best, but trailing for fewer than schedule.FEW steps. A single step is
+    at the last timestep. ConfigError: the chain has fewer.
     """
     total, count = diffusion.num_timesteps, steps_of(sampler, num_calls)
-    if spacing is None and sampler in SOLVERS:
-        spacing = "karras"
+    if spacing is None and (sampler in SOLVERS or count == 1):
+        spacing = "trailing" if count < schedule.FEW else "karras"
     if spacing is None:
         return schedule.space_timesteps(total, schedule.even_spec(total, count, strided=sampler == "ddim"))
     return schedule.spaced(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)

@@ -22,6 +22,7 @@ SCHEDULES = ("linear", "cosine", "squaredcos_cap_v2", "quad", "warmup10", "warmu
              "sigmoid")
 SPACINGS = ("leading", "trailing", "linspace", "karras")
 LARGEST_NOISE = 80.0                              # sigma / alpha from which EDM begins
+FEW = 6                                           # steps below which EDM's spacing leaves none for the middle
 BETA_START, BETA_END = 1e-4, 0.02                 # DDPM, for 1000 steps
 
 
@@ -117,22 +118,25 @@ def spaced(noise: Sequence[float], count: int, spacing: str) -> list[int]:
     """`count` timesteps of a chain, ascending, by one of SPACINGS; `noise` (T,) is sigma / alpha of each timestep.
 
     leading   multiples of T // count, from 0 on          linspace  evenly, the first and the last among them
-    trailing  evenly, the last among them                 karras    the last one, then evenly in the seventh root of
-                                                                    the noise, from LARGEST_NOISE down to that of t = 0
+    trailing  evenly, the last among them                 karras    the last one, then `below_the_top` of
+                                                                    LARGEST_NOISE and the noise of t = 0
 
+    A single one is the last, where the noise that samples begin from belongs.
     Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5. ConfigError: there are fewer.
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
     total = len(noise)
     even_spec(total, count)                       # refuses other numbers
+    if count == 1:
+        return [total - 1]
     if spacing == "leading":
         return [i * (total // count) for i in range(count)]
     if spacing == "trailing":
         return [round((i + 1) * total / count) - 1 for i in range(count)]
     if spacing == "linspace":
         return space_timesteps(total, str(count))
-    values = karras(count - 1, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
+    values = below_the_top(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
     nearest = [min(range(total), key=lambda t: abs(math.log(noise[t] / value))) for value in values] + [total - 1]
     # Where the chain is coarser than the spacing, timesteps fall together: each then takes the next free one.
     timesteps = list(itertools.accumulate(nearest, lambda before, t: max(before + 1, t)))
@@ -143,6 +147,13 @@ def karras(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[
     """`count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
+
+
+def below_the_top(count: int, lowest: float, highest: float) -> list[float]:
+    """The noise levels of `count` steps but the first, which begins with noise alone: `karras`. Few steps have none to
+    spare for its ends, which are almost noise alone and almost data; those leave them out.
+    """
+    return karras(count + 1, lowest, highest)[1:-1] if count < FEW else karras(count - 1, lowest, highest)
 
 
 def respace(original: Tensor, timesteps: Sequence[int]) -> Tensor:

@@ -90,7 +90,7 @@ class Combined:
         return not self._time or self._solution(width).misfit <= MISFIT
 
     def _solution(self, width: float) -> Solution:
-        return solve([average for _, average in self._sources], Average(self._time, width))
+        return solve([average for _, average in self._sources], Average(self._time, width)).normalised()
 
     @property
     def _last(self) -> Snapshot:

@@ -31,6 +31,14 @@ class Solution(NamedTuple):
     coefficients: list[float]
     misfit: float
 
+    def normalised(self) -> "Solution":
+        """Divided by its sum. Weights are many times longer than their averages are apart, so that coefficients that
+        sum to 0.99 would scale them all by far more than the misfit says.
+        """
+        total = sum(self.coefficients)
+        shift = (1 - self.misfit ** 2) * (1 - 1 / total) ** 2         # the residual is orthogonal to the profile made
+        return Solution([value / total for value in self.coefficients], (self.misfit ** 2 + shift) ** 0.5)
+
 
 def exponent(width: float) -> float:
     """gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for gamma."""

@@ -7,6 +7,7 @@ import torch
 from diffusers import DDIMScheduler
 
 from dstrain.diffusion import samplers, schedule
+from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion
 
 MEAN, STD = 0.3, 0.2                              # of the data: a Gaussian
@@ -149,7 +150,7 @@ def test_autoguidance():
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-@pytest.mark.parametrize("count", [1, 8, 10, 50])
+@pytest.mark.parametrize("count", [2, 8, 10, 50])
 def test_spacings(spacing, count):
     """Oracle: the timesteps of diffusers' DDIMScheduler."""
     scheduler = DDIMScheduler(timestep_spacing=spacing)
@@ -171,6 +172,46 @@ def test_karras_spacing(name, count):
         expected = [(low + i / 8 * (high - low)) ** 7 for i in range(9)]
         for t, value in list(zip(found, expected))[4:-1]:                 # below the chain is coarser
             assert abs(math.log(sigma[t] / value)) <= max(abs(math.log(sigma[t] / sigma[t + step])) for step in (-1, 1))
+
+
+@pytest.mark.parametrize("sampler", samplers.SAMPLERS)
+@pytest.mark.parametrize("spacing", [None, *schedule.SPACINGS])
+def test_one_step(sampler, spacing):
+    """Oracle: the timestep that noise alone belongs to."""
+    assert samplers.timesteps_of(chain(1000), sampler, 1, spacing) == [999]
+
+
+def test_few_steps():
+    """Oracle: `trailing` written out; for karras Equation 5 without its ends; for both, exact samples of Gaussian data,
+    from which steps at almost pure noise and almost data end further away.
+    """
+    diffusion = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small")
+    noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"].numpy()
+    for sampler, calls, visited in (("dpm++", 2, [499, 999]), ("unipc", 3, [332, 666, 999]), ("heun", 3, [499, 999]),
+                                    ("edm", 4, [499, 999]), ("dpm++sde", 5, [199, 399, 599, 799, 999])):
+        assert samplers.timesteps_of(diffusion, sampler, calls) == visited
+    assert samplers.timesteps_of(diffusion, "dpm++", 6) == samplers.timesteps_of(diffusion, "dpm++", 6, "karras")
+    low, high = noise[0] ** (1 / 7), 80 ** (1 / 7)
+    for count in (2, 3, 5):
+        *inner, last = samplers.timesteps_of(diffusion, "dpm++", count, "karras")
+        expected = [(low + i / count * (high - low)) ** 7 for i in range(1, count)]
+        assert last == 999 and noise[inner] == pytest.approx(expected, rel=0.02)
+    def error(timesteps):
+        out = samplers.sample(diffusion, optimal(diffusion), randn(0), None, "dpm++", timesteps)
+        return float((out - MEAN - STD * randn(0)).square().mean().sqrt()) / STD
+    for count in (2, 3):
+        for spacing in (None, "karras"):
+            timesteps = samplers.timesteps_of(diffusion, "dpm++", count, spacing)
+            assert error(timesteps) < 0.95 * error([0, 991, 999][-count:])
+
+
+def test_few_steps_of_a_flow():
+    """Oracle: Equation 5 from 80 to 0.002 without its ends, in t / (1 - t)."""
+    for count in (1, 2, 4):
+        first, *inner, last = FlowMatching().grid(count, torch.zeros(1, dtype=torch.float64), "karras").tolist()
+        low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
+        expected = [(high + i / count * (low - high)) ** 7 for i in range(1, count)]
+        assert (first, last) == (1, 0) and [t / (1 - t) for t in inner] == pytest.approx(expected)
 
 
 def test_wrong_choices():

@@ -3,7 +3,7 @@
     train FOLDER    2 ranks: steps to HALF, from the checkpoint of SAVED once more, at each of CASES
     go_on FOLDER    1 rank: from there to LAST, each at another stage
 
-Beside them an average of every width in DIRECT is tracked in float64 from the whole weights, one step after another.
+Beside them an average of WIDE and every width in DIRECT is tracked in float64 from the whole weights of each step.
 """
 
 import json
@@ -29,6 +29,7 @@ from tests.support.tiny import Tiny
 SAVED, HALF, LAST, EVERY = 12, 24, 80, 2
 PARTS = ("a", "b")
 DIRECT = (0.05, 0.075, 0.15)
+WIDE = 0.2                  # tracked directly, too
 CASES = {"fp32-0": (0, 3), "fp32-1": (1, 1), "fp32-2": (2, 0), "fp32-3": (3, 2), "bf16-3": (3, 1)}
 
 
@@ -51,7 +52,7 @@ class Trial:
         self.ema = EmaShadow(self.engines.masters, run.ema, PARTS)
         self.saves = Checkpoints(folder / "checkpoints", self.engines, self.ema, History(), Save(keep=9),
                                  self.lines.append)
-        self.direct = {(part, width): 0.0 for part in PARTS for width in DIRECT}
+        self.direct = {(part, width): 0.0 for part in PARTS for width in (*DIRECT, WIDE)}
         self.times = dict.fromkeys(PARTS, 0)
         if group.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ class Trial:
         for part in parts:
             self.times[part] += 1
             weights = self.weights(part)
-            for width in DIRECT:
+            for width in (*DIRECT, WIDE):
                 kept = (1 - 1 / self.times[part]) ** (published(width) + 1)
                 self.direct[part, width] = kept * self.direct[part, width] + (1 - kept) * weights
 

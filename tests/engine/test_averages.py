@@ -13,7 +13,7 @@ from dstrain.engine.manifest import manifest
 from dstrain.reconstruct import ReconstructOptions, reconstruct, usable
 from dstrain.recipe import ConfigError
 from tests.engine import check_averages
-from tests.engine.check_averages import CASES, DIRECT, EVERY, HALF, LAST, PARTS, SAVED, Trial, seals
+from tests.engine.check_averages import CASES, DIRECT, EVERY, HALF, LAST, PARTS, SAVED, WIDE, Trial, seals
 from tests.engine.test_profiles import published_solution
 
 pytestmark = pytest.mark.usefixtures("trained")
@@ -37,7 +37,7 @@ def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_any_width(trained, case):
     """Oracle: the average of that width, tracked directly in float64 from the whole weights of every step; and the
-    published linear system, solved here, applied to the same snapshots.
+    published linear system, solved here and divided by its sum, applied to the same snapshots.
     """
     run, truth = trained / case, torch.load(trained / case / "truth.pt")
     assert truth["times"] == {"a": LAST, "b": LAST // 2}
@@ -52,9 +52,24 @@ def test_any_width(trained, case):
             times = [LAST // len(paths) * (number + 1) / (1 + (part == "b")) for number in range(len(paths))]
             known = [(time, width) for time in times for width in WIDTHS]
             stored = [flat(read_weights(path, part, f"ema.{width!r}")) for path in paths for width in WIDTHS]
-            expected = sum(x * values for x, values in zip(published_solution(known, times[-1], one.width), stored))
+            solution = published_solution(known, times[-1], one.width)
+            expected = sum(x * values for x, values in zip(solution / solution.sum(), stored))
             assert (values - expected).norm() < 1e-6 * expected.norm()
             assert (direct - weights).norm() > 5e-3 * weights.norm(), "the average is the weights"
+
+
+def test_few_snapshots(trained):
+    """Oracle: the average tracked directly in float64: 8 snapshots meet it to less than the misfit that is printed."""
+    run = trained / "fp32-0"
+    truth = torch.load(run / "truth.pt")
+    for part in PARTS:
+        combined = Combined(usable(run, None)[4::5], part)
+        solution, shares = combined.solve(WIDE), {name: range(math.prod(shape)) for name, shape in combined.tensors()}
+        chunks = zip(shares, combined.values([solution], shares), strict=True)
+        values = flat({name: torch.from_numpy(chunk[0]) for name, chunk in chunks})
+        direct, weights = truth["direct"][part, WIDE], truth["weights"][part]
+        error = (values - direct).norm() / (direct - weights).norm()
+        assert error < solution.misfit < 0.1
 
 
 def test_ranks_share_the_work(trained):

@@ -59,6 +59,21 @@ def test_solution(time, width):
     assert solution.misfit == pytest.approx(misfit, rel=1e-2, abs=1e-5)
 
 
+def test_a_sum_of_one():
+    """Oracle: the sum; the misfit of the divided coefficients by numeric integration."""
+    averages = [Average(time, width) for time in (15, 30, 45, 60) for width in (0.05, 0.10)]
+    plain = solve(averages, Average(60, 0.2))
+    solution = plain.normalised()
+    assert abs(sum(plain.coefficients) - 1) > 0.01 and sum(solution.coefficients) == pytest.approx(1, abs=1e-12)
+    assert solution.coefficients == pytest.approx(np.array(plain.coefficients) / sum(plain.coefficients), rel=1e-9)
+    s = (np.arange(200_000) + 0.5) * 60 / 200_000
+    profile = lambda t, w: np.where(s <= t, (published(w) + 1) * s ** published(w) / t ** (published(w) + 1), 0)
+    made = sum(x * profile(*average) for x, average in zip(solution.coefficients, averages))
+    target = profile(60, 0.2)
+    misfit = np.sqrt(((made - target) ** 2).sum() / (target ** 2).sum())
+    assert solution.misfit == pytest.approx(misfit, rel=1e-3) and solution.misfit > 1.005 * plain.misfit
+
+
 def test_what_is_at_hand():
     """Oracle: the average itself: a profile among those at hand is taken alone; a single one far away misses."""
     solution = solve(AVERAGES, Average(40, 0.10))
