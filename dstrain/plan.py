@@ -179,8 +179,10 @@ def _word(name: str, value: Any) -> str:
 
 
 def _days(days: float) -> str:
-    hours = 24 * days
-    return f"{days:,.1f} days" if days >= 2 else f"{hours:,.1f} hours" if hours >= 2 else f"{60 * hours:,.1f} minutes"
+    for number, unit in ((days, "days"), (24 * days, "hours"), (24 * 60 * days, "minutes")):
+        if number >= 2:
+            return f"{number:,.1f} {unit}"
+    return f"{24 * 3600 * days:.2g} seconds"
 
 
 def _span(seconds: float) -> str:
