@@ -163,9 +163,9 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
                           "would belie those that say left or right: write data.flip=false")
     system.accepts(source)
     _require_samples(run, system)
-    checked_quality(run, system, source, held_out)
     config = systems.config(run.system, run.model)
     require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
+    checked_quality(run, system, source, held_out)            # asks for a label of each class
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     with _collecting(problems := []):
         system.require_expressible()
