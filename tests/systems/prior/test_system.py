@@ -170,8 +170,8 @@ def test_num_steps_and_their_alphas(sampler):
         network.calls.clear()
         found = system.sample({"denoiser": network}, request(system, sampler=sampler, num_steps=steps))
         times = [int(call["t"][0]) for call in network.calls]
-        assert len(times) == steps and times == sorted(times, reverse=True) and times[-1] == 0
-        assert steps == 1 or times[0] == 999
+        assert len(times) == steps and times == sorted(times, reverse=True) and times[0] == 999
+        assert steps == 1 or times[-1] == 0
     chain = system.diffusion.respaced("1000")
     keys = rng.keys_of_seeds(torch.arange(4))
     x, noise = rng.normal(keys, "start", (6,)), lambda i: rng.normal(keys, f"noise/{i}", (6,))
