@@ -5,6 +5,7 @@ No choice changes what is learned: batch.global is kept, gradients are the same 
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from dstrain.costs.chips import Chip
 from dstrain.costs.count import count
 from dstrain.costs.counts import Layout
-from dstrain.costs.estimate import Estimate
-from dstrain.engine.settings import resolve
+from dstrain.costs.estimate import CONTEXT, Estimate
+from dstrain.engine.settings import resolve, stage as stage_of
 from dstrain.recipe import ConfigError, Run
 
 RECOMPUTE = ("none", "attention", "all")             # from the most memory to the least
@@ -33,6 +34,8 @@ class Case:
     def estimate(self) -> Estimate:
         """ConfigError: the JSON does not suit the recipe or this number of ranks."""
         settings = resolve(self.ds_config, self.run, self.layout.world, "cuda")
+        print(f"counting stage {stage_of(settings)}, micro-batch {settings['train_micro_batch_size_per_gpu']}, recompute "
+              f"{self.run.model.get('recompute', 'none')} ...", file=sys.stderr, flush=True)
         return Estimate(self.run, settings, self.layout, self.chip, count(self.run, settings, self.layout))
 
     def changed(self, *, micro: int | None = None, recompute: str | None = None, stage: int | None = None,
@@ -54,6 +57,8 @@ def advice(estimate: Estimate, case: Case) -> Estimate | None:
 
     Each is counted as the run itself is. None: there is none on this number of GPUs.
     """
+    if case.chip.memory <= CONTEXT:
+        return None
     choices, share = estimate.choices(), case.run.batch.global_ // case.layout.world
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
@@ -100,6 +105,8 @@ def search(case: Case, report: Callable[[Estimate], None] = lambda _: None) -> l
     Where the chip's rates are unknown, what leaves most memory free comes first. `report` gets each as it is counted.
     """
     share, fitting = case.run.batch.global_ // case.layout.world, []
+    if case.chip.memory <= CONTEXT:
+        return fitting
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
         full = False
@@ -122,8 +129,11 @@ def _tried(case: Case) -> Estimate | None:
         return None
 
 
-def _cost(estimate: Estimate) -> tuple[float, int]:
-    return estimate.time.total if estimate.time else 0.0, estimate.host, estimate.needed
+def _cost(estimate: Estimate) -> tuple[float, int, int]:
+    if estimate.time is None:
+        return 0.0, estimate.host, estimate.needed
+    # The model of time does not know what it costs to launch kernels: of equal times, fewer micro-batches are faster.
+    return estimate.time.total, estimate.host, -estimate.micro
 
 
 def _halves(share: int) -> list[int]:

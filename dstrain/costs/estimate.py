@@ -15,7 +15,7 @@ from dstrain.track.flops import step_flops
 
 # Of a GPU's memory, beside what is counted: the driver's own and the CUDA context with its libraries; the buffers of
 # NCCL's channels; and the allocator's loss, a share of what is counted.
-_CONTEXT, _NCCL, _ALLOCATOR = 2 * GIB, GIB, 0.05
+CONTEXT, _NCCL, _ALLOCATOR = 2 * GIB, GIB, 0.05
 _HOST = 0.9                              # of the memory of a host, what ranks may take; loaders need some
 OPTIONAL = "offload_optimizer", "offload_param"
 
@@ -38,7 +38,7 @@ class Estimate:
     @property
     def reserve(self) -> int:
         """Bytes of a GPU's memory beside them."""
-        return int(_CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.needed)
+        return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.needed)
 
     @property
     def host(self) -> int:

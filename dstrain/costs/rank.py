@@ -1,6 +1,7 @@
 """Counts as rank 0 of any number of ranks: the work of a process of its own, see count.py."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from dstrain import systems
@@ -18,6 +19,7 @@ from dstrain.track.flops import step_flops
 # At stage 3 DeepSpeed cuts each weight into as many tensors as there are ranks, in Python: a step of 1,024 ranks would
 # take minutes. Above this many a step is taken by so few, and what a rank keeps is counted at the true number.
 _RANKS = 8
+_MICRO_BATCHES = 3           # of a step that is taken whole; with more, each further one exchanges what the third does
 
 
 def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
@@ -39,6 +41,11 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
 
 def pretended(run: Run, settings: dict[str, Any], system: System, world: int, device: str) -> tuple[Measured, int]:
     """A step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
+    accumulation = settings["gradient_accumulation_steps"]
+    if accumulation > _MICRO_BATCHES:
+        (before, _), (last, own) = (pretended(run, _accumulating(settings, number), system, world, device)
+                                    for number in (_MICRO_BATCHES - 1, _MICRO_BATCHES))
+        return _extended(before, last, accumulation - _MICRO_BATCHES), own
     few = min(world, _RANKS) if stage(settings) == 3 else world
     batch = settings["train_batch_size"] * few // world
     with first_of(few), Fused() if device == "cuda" else nullcontext():
@@ -50,6 +57,25 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
             own = saved(engines.masters, ema)
         measured = _spread(measured, kept, few, world)
     return measured, own
+
+
+def _accumulating(settings: dict[str, Any], number: int) -> dict[str, Any]:
+    """The settings with a step of so many micro-batches."""
+    share = settings["train_batch_size"] // settings["gradient_accumulation_steps"]
+    return {**settings, "gradient_accumulation_steps": number, "train_batch_size": share * number}
+
+
+def _extended(before: Measured, last: Measured, more: int) -> Measured:
+    """A step of `more` micro-batches more than `last`, which has one more than `before`. Its peak is that of `last`."""
+    def along(first: float, second: float) -> float:
+        return second + more * (second - first)
+
+    fewer = {(each.operation, each.ranks): each for each in before.collectives}
+    collectives = []
+    for each in last.collectives:
+        other = fewer.get((each.operation, each.ranks), replace(each, count=0, bytes=0))
+        collectives.append(replace(each, count=along(other.count, each.count), bytes=along(other.bytes, each.bytes)))
+    return replace(last, collectives=tuple(collectives), recomputed=along(before.recomputed, last.recomputed))
 
 
 def _require_countable(run: Run, settings: dict[str, Any]) -> None:

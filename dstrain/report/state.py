@@ -76,7 +76,7 @@ def state(folder: Path) -> State:
     elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
         word = "running" if held else "unknown"
     else:
-        word = "stopped" if _stopped(note) else "imported" if saved == [0] and step is None else "dead"
+        word = _ended(note) or ("imported" if saved == [0] and step is None else "dead")
     return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
                  latest.get("loss"), rate, left, max(saved, default=None), None if when is None else time.time() - when,
                  _newest_picture(folder / "samples"), note)
@@ -121,15 +121,16 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
-def _stopped(note: str | None) -> bool:
-    """Whether the last line of a log is the one of a run that was stopped early, see train.py (farewell)."""
-    return (note or "").startswith("stopped at step")
+def _ended(note: str | None) -> str | None:
+    """How a run ended by the last line of its log, see runs/folders.py (farewell); None: it does not say."""
+    words = {"complete:": "complete", "stopped at step": "stopped"}
+    return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
 def _ends(folder: Path, note: str | None) -> bool:
     """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
     try:
-        return _stopped(note) and (folder / "log.txt").stat().st_mtime_ns > (folder / ".lock").stat().st_mtime_ns
+        return _ended(note) == "stopped" and (folder / "log.txt").stat().st_mtime_ns > (folder / ".lock").stat().st_mtime_ns
     except OSError:
         return False
 

@@ -87,3 +87,16 @@ def counted(folder: Path, worlds: tuple[int, ...]) -> None:
             measured = asdict(rank.pretended(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage} {bf16}"] = measured | {"checkpoint": rank.whole(run, system)[1]}
     (folder / "counted.json").write_text(json.dumps(figures))
+
+
+def many(folder: Path) -> None:
+    """Steps of five micro-batches: taken whole, and extended from those of two and three."""
+    without_values()
+    figures = {}
+    for stage in (1, 2, 3):
+        run, settings = prepared(folder, "dit summed", stage, True, 2)
+        system, figures[stage] = systems.build(run.system, run.model), []
+        settings = rank._accumulating(settings, 5)
+        for rank._MICRO_BATCHES in (5, 3):
+            figures[stage].append(asdict(rank.pretended(run, settings, system, 2, "cpu")[0]))
+    (folder / "many.json").write_text(json.dumps(figures))

@@ -58,3 +58,14 @@ def test_checkpoint(figures, name):
     """Oracle: the tensors in the files of a real checkpoint."""
     real, counted = figures[name]
     assert counted["checkpoint"] == real["checkpoint"]
+
+
+def test_many_micro_batches(in_fork, tmp_path):
+    """Oracle: the count of the whole step: what is extended from fewer micro-batches equals it."""
+    in_fork(check_costs.many, tmp_path)
+    for whole, extended in json.loads((tmp_path / "many.json").read_text()).values():
+        assert extended["recomputed"] == pytest.approx(whole["recomputed"])
+        assert extended["collectives"] == whole["collectives"] and extended["collectives"]
+        for when in ("kept", "passes"):                          # small tensors may live a moment longer
+            sizes = [{kind: size for kind, size in each[when].items() if kind != "other"} for each in (whole, extended)]
+            assert sizes[1] == pytest.approx(sizes[0], rel=0.001)

@@ -19,13 +19,15 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     """Oracle: what was done to each folder: trained to its end, locked, stopped, broken, imported, filled with rubbish."""
     runs = tmp_path / "runs"
     made(runs / "complete", steps=32)
-    for name in ("running", "stopped", "dead", "rubbish"):
+    for name in ("running", "stopped", "dead", "rubbish", "without metrics"):
         shutil.copytree(runs / "complete", runs / "more" / name)
         text = (runs / "complete" / "run.yaml").read_text().replace("steps: 32", "steps: 64")
         (runs / "more" / name / "run.yaml").write_text(text)
     (runs / "more" / "stopped" / "log.txt").write_text(STOPPED)
     with open(runs / "more" / "running" / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 32, "timing": {"seconds_left": 77.5}}) + "\n")
+    (runs / "more" / "without metrics" / "log.txt").write_text("complete: 64 steps\n")
+    (runs / "more" / "without metrics" / "metrics.jsonl").unlink()
     (runs / "more" / "dead" / "log.txt").write_text("the gradient is not finite\n\n")
     for path in (runs / "more" / "rubbish").iterdir():
         if path.is_file():
@@ -46,7 +48,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
             assert state.state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
         "complete": "complete", "imported": "imported", "running": "running", "stopped": "stopped", "dead": "dead",
-        "rubbish": "dead"}
+        "rubbish": "dead", "without metrics": "complete"}
     running = states["running"]
     assert (running["step"], running["steps"], running["checkpoint"]) == (32, 64, 24)
     assert running["seconds_left"] == 77.5
