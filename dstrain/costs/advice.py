@@ -34,8 +34,9 @@ class Case:
     def estimate(self) -> Estimate:
         """ConfigError: the JSON does not suit the recipe or this number of ranks."""
         settings = resolve(self.ds_config, self.run, self.layout.world, "cuda")
-        print(f"counting stage {stage_of(settings)}, micro-batch {settings['train_micro_batch_size_per_gpu']}, recompute "
-              f"{self.run.model.get('recompute', 'none')} ...", file=sys.stderr, flush=True)
+        micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
+        print(f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute} ...", file=sys.stderr,
+              flush=True)
         return Estimate(self.run, settings, self.layout, self.chip, count(self.run, settings, self.layout))
 
     def changed(self, *, micro: int | None = None, recompute: str | None = None, stage: int | None = None,

@@ -130,7 +130,8 @@ def _ended(note: str | None) -> str | None:
 def _ends(folder: Path, note: str | None) -> bool:
     """Whether a run has said that it was stopped, and no command has taken its folder since, see runs/folders.py."""
     try:
-        return _ended(note) == "stopped" and (folder / "log.txt").stat().st_mtime_ns > (folder / ".lock").stat().st_mtime_ns
+        written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
+        return _ended(note) == "stopped" and written > taken
     except OSError:
         return False
 
