@@ -1,0 +1,89 @@
+"""The interface of a layout: one form in which people keep data, such as class folders, tar shards or a parquet list.
+
+A layout lists its samples once, on one rank, for the index (dstrain/data/index.py). Every worker then reads samples by
+their places. A layout is pickled to the workers, so it keeps the names of its parts and never a list of samples.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from dstrain.data.files import Files
+
+
+class Place(NamedTuple):
+    """Where the bytes of a sample are. What `file`, `offset` and `size` mean is the layout's own affair."""
+
+    name: str                              # of the sample; of a file below the root: its relative path
+    file: int = 0                          # number of the file that holds it, mostly a place in `parts()`
+    offset: int = 0                        # a byte, or a row
+    size: int = -1                         # bytes there; -1: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample as a layout lists it."""
+
+    place: Place
+    label: int | str | None = None         # a number, or the name of a class; all samples have one or none has
+    captions: tuple[str, ...] = ()         # any number; all samples have some or none has
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command wants from data: which files count, and where labels and captions stand."""
+
+    suffixes: tuple[str, ...]              # of the files that count, in lower case: pictures or clips
+    noun: str = "images"                   # what a message calls the samples
+    key: str = "data.path"                 # what a message calls the data
+    captions: bool = False                 # captions are needed; without, a layout need not look for any
+    captions_file: str | None = None       # data.captions
+    labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
+    class_list: str | None = None          # data.class_list: a file with a class (synset) a line
+    columns: dict[str, str] = field(default_factory=dict)   # data.columns of tables: path, image, label, caption
+
+
+class Layout(ABC):
+    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with the data, and the remedy.
+
+    files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
+    its samples are listed; with labels that are numbers and no names, the classes are numbered.
+    """
+
+    kind: ClassVar[str]                    # as the README's table calls it: "zip with dataset.json"
+    light: bool = False                    # reading a sample costs less than passing it between processes
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        self.root, self.files, self.request = root, files, request
+        self.classes: tuple[str, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        """Whether these data have this form, judged by names and first bytes alone."""
+
+    @abstractmethod
+    def parts(self) -> list[str]:
+        """What is listed one after the other and need not be listed again after an interruption: folders, shards."""
+
+    @abstractmethod
+    def samples(self, part: str) -> Iterator[Sample]:
+        """The samples of a part, in the order that they have for ever."""
+
+    @abstractmethod
+    def read(self, place: Place) -> Path | bytes | np.ndarray:
+        """A sample as a file, as the encoded bytes of one, or as pixels uint8 (H, W, C).
+
+        Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
+        """
+
+    def watched(self) -> list[str]:
+        """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
+        return self.parts()
+
+    def require_whole(self) -> None:
+        """ConfigError: what shows only after all samples were listed, such as an empty class."""
