@@ -43,8 +43,9 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
     """A step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
-        (before, _), (last, own) = (pretended(run, _accumulating(settings, number), system, world, device)
-                                    for number in (_MICRO_BATCHES - 1, _MICRO_BATCHES))
+        # The last first: its first step makes the system's tables, which are kept and count.
+        (last, own), (before, _) = (pretended(run, _accumulating(settings, number), system, world, device)
+                                    for number in (_MICRO_BATCHES, _MICRO_BATCHES - 1))
         return _extended(before, last, accumulation - _MICRO_BATCHES), own
     few = min(world, _RANKS) if stage(settings) == 3 else world
     batch = settings["train_batch_size"] * few // world

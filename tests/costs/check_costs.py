@@ -95,8 +95,8 @@ def many(folder: Path) -> None:
     figures = {}
     for stage in (1, 2, 3):
         run, settings = prepared(folder, "dit summed", stage, True, 2)
-        system, figures[stage] = systems.build(run.system, run.model), []
-        settings = rank._accumulating(settings, 5)
+        settings, figures[stage] = rank._accumulating(settings, 5), []
         for rank._MICRO_BATCHES in (5, 3):
+            system = systems.build(run.system, run.model)
             figures[stage].append(asdict(rank.pretended(run, settings, system, 2, "cpu")[0]))
     (folder / "many.json").write_text(json.dumps(figures))
