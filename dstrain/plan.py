@@ -1,5 +1,7 @@
 """What a run will cost, before it is started: bytes, traffic, operations, time; and what makes it fit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,20 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
     device = device if network is None else replace(device, network=network * 1e9 / 8)
     resolve(ds_config, run, world, "cuda")                   # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
+
+
+@contextmanager
+def first_stage_may_be_away(run: Run) -> Iterator[None]:
+    """Adds to the complaint about an autoencoder that is not here how the rest is planned without it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith("first_stage."):
+            raise
+        side = run.data.image_size // 8
+        raise ConfigError(f"{error}; or plan the run without it: model.first_stage=null model.image_size={side} "
+                          f"data.image_size={side} data.channels=4, for latents of 4 channels and an eighth of the "
+                          "side") from None
 
 
 def plan(case: Case, json: bool = False) -> str:

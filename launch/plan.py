@@ -54,7 +54,8 @@ def main() -> None:
         print(plan.calibrated(run, ds_config, options["json"]))
         return
     case = plan.case(run, ds_config, options["world"], options["gpus_per_node"], options["gpu"], options["network"])
-    print((plan.ways if options["search"] else plan.plan)(case, options["json"]))
+    with plan.first_stage_may_be_away(run):
+        print((plan.ways if options["search"] else plan.plan)(case, options["json"]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ usage:  [deepspeed] launch/reconstruct.py RUN --ema WIDTHS [options]
                         (with --sweep: a dozen from 0.01 to 0.25, as far as the snapshots make them)
   --step N              the snapshot to make them of, with all before it (the newest)
   --sweep               also measures the held-out loss of each, as JSON and a curve in RUN/reconstructed
-  --num-samples N       for it, evenly spaced over the split (all); --batch N of one rank at a time (32)
+  --metric NAME         for it, a metric of launch/evaluate.py instead: fd for the built-in data, or fid with
+                        --features inception:FILE and --reference FILE
+  --num-samples N       held-out samples, evenly spaced (all), or pictures to draw (50,000); --batch N of one rank (32)
 
 Each is written to RUN/reconstructed/WIDTH/step_N, and every other command takes it as --ema WIDTH. Memory holds a chunk
 of a tensor at a time; all hashes are verified first. launch/reconstruct.md says what a width is, and which can be made.
@@ -22,7 +24,7 @@ of a tensor at a time; all hashes are verified first. launch/reconstruct.md says
 examples:
   python launch/reconstruct.py runs/dit-small --ema 0.05,0.10,0.15
   python launch/generate.py runs/dit-small --ema 0.10
-  deepspeed launch/reconstruct.py runs/dit-small --sweep
+  deepspeed launch/reconstruct.py runs/dit-small --sweep --metric fd --num-samples 1000
 """
 
 
@@ -32,14 +34,18 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--ema", type=arguments.widths, dest="widths")
     parser.add_argument("--step", "--checkpoint", type=arguments.count)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--metric")
+    parser.add_argument("--features", action="append", default=[])
+    parser.add_argument("--reference", type=Path)
     parser.add_argument("--num-samples", "--num_samples", type=arguments.positive, dest="num")
     parser.add_argument("--batch", type=arguments.positive, default=32)
     words = parser.words(argv)
     for name, option in (("folder", "the folder of a run"), ("widths", "the widths to make: --ema 0.05,0.10")):
         if words[name] is None and not (name == "widths" and words["sweep"]):
             raise cli.ConfigError(f"name {option}; --help shows how")
-    if words["num"] and not words["sweep"]:
-        raise cli.ConfigError("--num-samples is of --sweep: give it, too, or leave both out")
+    for name, of in (("num_samples", "sweep"), ("metric", "sweep"), ("features", "metric"), ("reference", "metric")):
+        if words[name.removesuffix("_samples")] and not words[of]:
+            raise cli.ConfigError(f"--{name.replace('_', '-')} is of --{of}: give it, too, or leave both out")
     return words
 
 
@@ -55,8 +61,14 @@ def main() -> None:
         print(report(made))
     if words["sweep"]:
         from dstrain import sweep
-        step = int(made[0].path.name.removeprefix("step_"))
-        path, result = sweep.sweep(words["folder"], step, [one.width for one in made], words["num"], words["batch"])
+        from dstrain.quality import QualityOptions
+        step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
+        if words["metric"]:
+            path, result = sweep.sweep_metric(QualityOptions(
+                (words["metric"],), tuple(words["features"]), words["folder"], reference=words["reference"],
+                num=words["num"], step=step, batch=words["batch"]), widths)
+        else:
+            path, result = sweep.sweep(words["folder"], step, widths, words["num"], words["batch"])
         if group.rank() == 0:
             print(sweep.report(path, result))
     group.leave()

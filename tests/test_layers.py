@@ -40,6 +40,7 @@ A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
 VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "reconstruct", "sweep", "adopt",
          "plan", "notebook", "keep")
+A_VERB_OF_VERBS = {"plan": ("bench.calibrate",), "sweep": ("quality",)}        # one times the loop's own step
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
            "systems.phenaki")
@@ -101,7 +102,7 @@ def allowed(module: str) -> tuple[str, ...]:
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:
-        return (*A_VERB, own, *(("bench.calibrate",) if own == "plan" else ()))    # which times the loop's own step
+        return (*A_VERB, own, *A_VERB_OF_VERBS.get(own, ()))
     if own == "dstrain":
         return ()
     if own.startswith("systems.") and own not in RULES:

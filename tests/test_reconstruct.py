@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,12 @@ from dstrain.disk.sealed import render
 from dstrain.evaluate import EvaluateOptions, evaluate
 from dstrain.export import ExportOptions, export
 from dstrain.generate import GenerateOptions, generate
+from dstrain.quality import QualityOptions, quality
 from dstrain.reconstruct import USUAL, ReconstructOptions, reconstruct
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fitted
-from dstrain.sweep import report, sweep
+from dstrain.sweep import report, sweep, sweep_metric
 from tests.engine.test_profiles import published_solution
 from tests.runs.test_weights import here
 from tests.support.launch import ROOT, environment
@@ -154,6 +156,20 @@ def test_sweep(made):
     assert losses[1] == pytest.approx(sweep(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6)
 
 
+def test_sweep_by_a_metric(made):
+    """Oracle: the metric of each average alone, as launch/evaluate.py takes it; the lowest FD, the highest accuracy."""
+    folder, _ = made
+    for metric, choose in (("fd", min), ("accuracy", max)):
+        options = QualityOptions((metric,), folder=folder, num=8, step=7, batch=4)
+        path, result = sweep_metric(options, WIDTHS)
+        alone = [quality(replace(options, ema=width))[1]["figures"][metric] for width in WIDTHS]
+        assert result["scores"][metric] == alone and result["best"] == WIDTHS[alone.index(choose(alone))]
+        assert json.loads(path.read_text()) == result and path.with_suffix(".png").exists()
+        assert f"{metric} of 8 samples at step 7" in report(path, result)
+    with pytest.raises(ConfigError, match="--metric pr: name one of fd, fid"):
+        sweep_metric(replace(options, metrics=("pr",)), WIDTHS)
+
+
 WRONG = {
     "no widths": (["{run}"], "name the widths to make: --ema 0.05,0.10"),
     "a decay": (["{run}", "--ema", "0.999"], "'0.999': a width lies from 0.001 to 0.288, such as 0.05,0.10,0.15"),
@@ -162,6 +178,8 @@ WRONG = {
     "before the first": (["{run}", "--ema", "0.1", "--step", "0"], "--step 0 lies before the first snapshot"),
     "too narrow": (["{run}", "--ema", "0.005"], "--ema 0.005: the 7 snapshots up to step 7 make no average of that width"),
     "too few": (["{run}", "--num-samples", "3", "--ema", "0.1"], "--num-samples is of --sweep"),
+    "no sweep": (["{run}", "--metric", "fd", "--ema", "0.1"], "--metric is of --sweep"),
+    "no metric": (["{run}", "--sweep", "--reference", "x.npz"], "--reference is of --metric"),
 }
 
 

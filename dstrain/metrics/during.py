@@ -27,8 +27,6 @@ from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100                                  # pictures of the data that are described at once
-_HIGHER = ("accuracy", "clip_score")          # metrics of which the highest is the best
-_LOWER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd")
 _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics: "}       # the recipe's words
 
 
@@ -103,7 +101,7 @@ class Quality:
         best = self._run.save.best
         if not isinstance(best, str):
             return None
-        return -figures[best] if best in _HIGHER else figures[best]
+        return -figures[best] if best in table.HIGHER else figures[best]
 
 
 class _Drawn(Images):
@@ -143,8 +141,8 @@ def checked_quality(run: Run, system: System, train: Source, unseen: Source | No
         metrics = (("fd", "accuracy") if asked else ("fd",)) if draws and name in (FASHION_PATH, MOVING) else ()
     best, measures = run.save.best, run.every.metrics and metrics
     quality = Quality(run, metrics, system, train, unseen) if measures else None
-    if isinstance(best, str) and best not in (*_LOWER, *_HIGHER):
-        raise ConfigError(f"save.best={best}: it may be one of {', '.join((*_LOWER, *_HIGHER))}")
+    if isinstance(best, str) and best not in (*table.LOWER, *table.HIGHER):
+        raise ConfigError(f"save.best={best}: it may be one of {', '.join((*table.LOWER, *table.HIGHER))}")
     if isinstance(best, str) and best not in (metrics or ()):
         raise ConfigError(f"save.best={best} needs that metric, and these data and this model have "
                           f"{' and '.join(metrics or ('none',))} by default: name it in samples.metrics")

@@ -72,6 +72,8 @@ METRICS = {
     "fd": Metric(("builtin",), _MOMENTS, _frechet),
     "accuracy": Metric(("builtin",), ("right",), _accuracy, compares=False),
 }
+# Of the metrics with one figure, those of which the lowest is the best, and the highest.
+LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score")
 
 
 def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:

@@ -93,7 +93,8 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
         key = key.strip()
         shown, names = f"{as_text(key)}={as_text(text)}", key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
-            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces, for example "
+            recipe = ", or --recipe before the name of a recipe" if override.endswith((".yaml", ".yml")) else ""
+            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for example "
                             "steps=500")
             continue
         try:

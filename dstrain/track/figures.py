@@ -73,8 +73,9 @@ def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[
 
 
 def sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Draws the held-out loss by the width of an average, as dstrain/sweep.py has measured it, as a PNG."""
-    _plot(path, f"{result['run']} at step {result['step']}: {result['samples']} held-out samples", [_widths], result)
+    """Draws the loss or the metric by the width of an average, as dstrain/sweep.py has measured it, as a PNG."""
+    split = result["split"].replace("_", "-")
+    _plot(path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_widths], result)
 
 
 def _plot(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
@@ -134,9 +135,11 @@ def _columns(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _widths(axes: Any, result: dict[str, Any]) -> None:
-    pairs = sorted(zip(result["widths"], _numbers(result["scores"]["loss"])))
-    axes.plot(*zip(*pairs), color=_INK, **_marks([loss for _, loss in pairs]))
-    axes.set(title="averages chosen afterwards", xlabel="relative width of the average", ylabel="held-out loss")
+    judge = result["judge"]
+    pairs = sorted(zip(result["widths"], _numbers(result["scores"][judge])))
+    axes.plot(*zip(*pairs), color=_INK, **_marks([value for _, value in pairs]))
+    axes.set(title="averages chosen afterwards", xlabel="relative width of the average",
+             ylabel="held-out loss" if judge == "loss" else judge)
 
 
 def _steps(result: dict[str, Any]) -> list[int]:

@@ -18,6 +18,9 @@ TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
     (["--ds_config", "{file}"], ["wrong.json", "stage"]),
     (["model.depth=none"], ["model.depth"]),
     (["--search", "--calibrate"], ["--search", "--calibrate"]),
+    (["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
+     ["nowhere", "without it: model.first_stage=null model.image_size=16 data.image_size=16"]),
+    (["launch/recipes/dit-small.yaml"], ["or --recipe before the name of a recipe"]),
 ])
 def test_wrong_input(words, names, tmp_path, monkeypatch, capsys):
     """Oracle: exit code 2 and one message that names the entry, before anything is counted."""
