@@ -96,7 +96,7 @@ def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part in system.parts:
         network = system.on_meta(part)
-        averages = len(run.ema.decays) if part in system.averaged else 0
+        averages = len(run.ema.names) if part in system.averaged else 0
         for members in groups(network, run, system.decays, system.blocks()):
             count = sum(weight.numel() for weight in members["params"])
             numbers[part] = numbers.get(part, 0) + count

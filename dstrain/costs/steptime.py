@@ -56,7 +56,7 @@ def step_time(counts: Counts, run: Run, settings: dict[str, Any], layout: Layout
     reading = _PASSES * width * weights * accumulation / (_BANDWIDTH * chip.bandwidth)
     compute = max((counts.flops + counts.recomputed) / (_EFFICIENCY * chip.rate(precision(settings))), reading)
     owned = weights / (layout.world if zero else 1)
-    moved = (_ADAMW + _AVERAGE * len(run.ema.decays)) * owned
+    moved = (_ADAMW + _AVERAGE * len(run.ema.names)) * owned
     update = moved / (_BANDWIDTH * chip.bandwidth)
     if offloads_optimizer(settings):
         update = moved / _HOST + 2 * width * owned / (_LINKS * chip.host_link)

@@ -25,7 +25,7 @@ from tests.support.live import Live
 
 BUCKET = 20_000
 VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}", "batch.micro=1")
-CASES = {"dit summed": ("tiny", "batch.micro=1", "model.recompute=all"), "vae": VAE,
+CASES = {"dit summed": ("tiny", "batch.micro=1", "model.recompute=all", "ema.profiles=[0.1]"), "vae": VAE,
          "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0")}
 
 

@@ -34,14 +34,20 @@ class Codes(Section):
 class Decoding(Section):
     """How a step of decoding.py draws ids, and which of them it masks again."""
 
-    sample_temperature: Annotated[float, MAY_CHANGE] = Field(0.9, ge=0)
-    """Of the drawn ids at the first step; falls to 0 at the last."""
+    sample_temperature: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
+    """Of the drawn ids; 1 draws as the model has learned (MaskGIT)."""
+    sample_temperature_schedule: Annotated[Literal["fixed", "decay"], MAY_CHANGE] = "fixed"
+    """Over the steps: fixed, or decay (to 0 at the last, as phenaki-pytorch does), which draws the likeliest too often."""
     confidence_temperature: Annotated[float, MAY_CHANGE] = Field(4.5, ge=0)
     """Weight of the Gumbel noise on confidences at the first step; falls to 0 at the last."""
     critic_noise: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
     """Width of the uniform noise on the critic's logits."""
     critic_noise_schedule: Annotated[Literal["fixed", "decay", "increase"], MAY_CHANGE] = "decay"
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
+
+    def temperature_at(self, done: float) -> float:
+        """The sample temperature of a step, at the end of which the share `done` of all steps is done."""
+        return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
     def noise_at(self, done: float) -> float:
         """The critic noise of a step, at the end of which the share `done` of all steps is done."""
@@ -104,6 +110,8 @@ class Config(SystemConfig):
     """Blocks of the token critic; None means depth."""
     critic_train_sample_temperature: float = Field(1.0, ge=0)
     """Of the ids that MaskGit draws for its critic to judge."""
+    critic_labels: Literal["masked", "replaced"] = "masked"
+    """What the critic tells: which of all tokens were masked (Token-Critic), or which masked ones are not the true ones."""
     critic_loss_weight: float = Field(1.0, ge=0)
     """Weight of the self critic's loss beside MaskGit's; a token critic has an optimizer of its own."""
     train: Literal["both", "maskgit", "critic"] = "both"

@@ -2,12 +2,12 @@
 section 3.2). Known tokens stay as they are.
 
 Notation: B samples of N tokens in the grid (t, h, w), n of them unknown; S steps. Step i = 0 .. S - 1 draws ids for
-all mask tokens. Then it masks the floor(n cos(pi/2 (i + 1) / S)) tokens of lowest confidence again; the last step masks
-none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
+all mask tokens. Then it masks the max(1, floor(n cos(pi/2 (i + 1) / S))) tokens of lowest confidence again; the last
+step masks none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
 
 Without a critic a token's confidence is the log-probability with which its id was drawn, plus Gumbel noise times the
 confidence temperature, and a token that is not masked again stays to the end. With a critic it is minus the critic's
-logit of "was replaced", plus uniform noise times the critic noise, and any token may be masked again.
+logit of "was drawn", plus uniform noise times the critic noise, and any token may be masked again.
 
 All randomness is drawn from the samples' keys by name: token/i, choice/i, critic/i.
 """
@@ -26,7 +26,7 @@ from dstrain.systems.phenaki.masking import lowest, ratio
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
 # the logarithm of each one's probability, (B, t, h, w) both.
 Predict = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Criticize = Callable[[Tensor], Tensor]            # tokens -> logits of "was replaced", (B, t, h, w) both
+Criticize = Callable[[Tensor], Tensor]            # tokens -> logits of "was drawn", (B, t, h, w) both
 
 
 @torch.no_grad()
@@ -48,11 +48,12 @@ def decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key
         done = (step + 1) / num_steps
         masked = tokens == mask_token
         uniforms = rng.uniform(key, f"token/{step}", (count,))
-        ids, certainty = predict(tokens.view(shape), uniforms, choices.sample_temperature * (1 - done))
+        ids, certainty = predict(tokens.view(shape), uniforms, choices.temperature_at(done))
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
-        again = (num_free * ratio(torch.full_like(num_free, done, dtype=torch.float64))).floor().long()
+        share = ratio(torch.full_like(num_free, done, dtype=torch.float64))
+        again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
             confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * gumbel(
                 key, f"choice/{step}", (count,))

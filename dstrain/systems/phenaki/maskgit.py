@@ -35,7 +35,7 @@ class MaskGit(nn.Module):
     """Predicts masked tokens from the others and a text.
 
     codebook_size  V.
-    self_critic    whether there is a head that judges which tokens were replaced.
+    self_critic    whether there is a head that judges which tokens were drawn.
     chunk          tokens whose logits are in memory at once, see Vocabulary.
     trunk          the keyword arguments of Trunk.
     """
@@ -98,7 +98,7 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """The self critic's logits of "was replaced": int64 (B, t, h, w) -> float32 (B, t, h, w)."""
+        """The self critic's logits of "was drawn": int64 (B, t, h, w) -> float32 (B, t, h, w)."""
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
@@ -112,7 +112,7 @@ class TokenCritic(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
                 **text: Tensor) -> Tensor:
-        """Logits of "was replaced": int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
+        """Logits of "was drawn": int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 

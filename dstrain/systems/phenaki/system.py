@@ -129,7 +129,7 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def judge(self, nets: Nets, example: Example) -> Terms:
-        """Cross-entropy of "was replaced" at masked tokens, which MaskGit has filled in its turn, or does here."""
+        """Cross-entropy of "was drawn": MaskGit has filled the masked tokens in its turn, or does here."""
         dropped = self._dropped(example)
         if "filled" not in example:               # where the critic alone learns
             with torch.no_grad():
@@ -197,13 +197,19 @@ class PhenakiSystem(System):
         return critic(example["filled"], example.get("real"), dropped, **chosen(example))
 
     def _judged(self, logits: Tensor, example: Example) -> Terms:
-        """Of the critic's logits (B, t, h, w), at masked tokens: loss, accuracy, the share that was replaced, (B,)."""
-        masked = self._masked(example)
-        replaced = (example["filled"] != example["tokens"]).to(logits.dtype)
-        over = lambda x: torch.where(masked, x, 0.0).flatten(1).sum(1)
-        each, count = F.binary_cross_entropy_with_logits(logits, replaced, reduction="none"), masked.flatten(1).sum(1)
-        return {"loss": over(each) / (masking.MEAN_RATIO * self._total(example)), "replaced": over(replaced) / count,
-                "accuracy": over(((logits > 0) == (replaced > 0)).to(logits.dtype)) / count}
+        """Of the critic's logits (B, t, h, w): loss, accuracy, and the share of masked tokens that was replaced, (B,)."""
+        masked, total = self._masked(example), self._total(example)
+        replaced = example["filled"] != example["tokens"]
+        count = masked.flatten(1).sum(1)
+        if self.config.critic_labels == "masked":
+            true, judged = masked, self._real(example)[:, :, None, None].expand_as(masked)
+            number, scale = total, total
+        else:
+            true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
+        over = lambda x: torch.where(judged, x, 0.0).flatten(1).sum(1)
+        each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
+        return {"loss": over(each) / scale, "accuracy": over(((logits > 0) == true).to(logits.dtype)) / number,
+                "replaced": (replaced & masked).flatten(1).sum(1) / count}
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:

@@ -69,15 +69,26 @@ def test_an_oracle_finds_its_own_tokens(steps, critic):
 
 @pytest.mark.parametrize("critic", [False, True])
 def test_the_schedule(critic):
-    """Oracle: floor(n cos(pi/2 (i + 1) / S)) mask tokens before step i + 1, n differing by sample; annealing to 0."""
+    """Oracle: max(1, floor(n cos(pi/2 (i + 1) / S))) mask tokens before step i + 1, n differing by sample; temperatures
+    by hand.
+    """
     truth, steps = grid(0, 2, (4, 4, 4)), 6
-    network, given_ = Oracle(truth), torch.zeros(2, 4, 4, 4, dtype=torch.bool)
+    given_ = torch.zeros(2, 4, 4, 4, dtype=torch.bool)
     given_[1, :2] = True
-    decode(network, truth, given_, IDS, keys(2), steps, Decoding(sample_temperature=0.9), (lambda x: x.float()) if critic else None)
-    for step, (tokens, _, temperature) in enumerate(network.seen):
-        left = (tokens == IDS).flatten(1).sum(1).tolist()
-        assert left == [math.floor(n * math.cos(math.pi / 2 * step / steps)) for n in (64, 32)]
-        assert temperature == pytest.approx(0.9 * (1 - (step + 1) / steps))
+    for schedule in ("fixed", "decay"):
+        network, choices = Oracle(truth), Decoding(sample_temperature=0.9, sample_temperature_schedule=schedule)
+        decode(network, truth, given_, IDS, keys(2), steps, choices, (lambda x: x.float()) if critic else None)
+        for step, (tokens, _, temperature) in enumerate(network.seen):
+            left = (tokens == IDS).flatten(1).sum(1).tolist()
+            assert left == [max(1, math.floor(n * math.cos(math.pi / 2 * step / steps))) for n in (64, 32)]
+            assert temperature == pytest.approx(0.9 * (1 - (step + 1) / steps) if schedule == "decay" else 0.9)
+
+
+def test_few_tokens_take_every_step():
+    """Oracle: a critic has the doubtful one of two tokens drawn again at every step, although floor(2 cos) is 0."""
+    network, truth = Oracle(grid(0, 1, (1, 1, 2))), grid(0, 1, (1, 1, 2))
+    decode(network, truth, torch.zeros(1, 1, 1, 2, dtype=torch.bool), IDS, keys(1), 6, criticize=lambda x: x.float())
+    assert [int((tokens == IDS).sum()) for tokens, _, _ in network.seen] == [2, 1, 1, 1, 1, 1]
 
 
 def test_confidence_keeps_the_likeliest():

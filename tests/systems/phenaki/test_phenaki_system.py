@@ -120,15 +120,17 @@ def test_every_masked_token_counts_alike():
     torch.testing.assert_close(trained["loss_each"], terms["loss"])
 
 
+@pytest.mark.parametrize("labels", ["masked", "replaced"])
 @pytest.mark.parametrize("critic", ["token", "self"])
-def test_labels_of_the_critic(critic):
+def test_labels_of_the_critic(critic, labels):
     """Oracle: a case by hand. Of masked tokens MaskGit replaces those at even places; the critic's logit is 2 anywhere.
 
-    A token that was drawn right is not "replaced", and one that was not masked teaches nothing: with s(x) the sigmoid,
-    each replaced one costs -log s(2) and each other masked one -log s(-2).
+    With s(x) the sigmoid, each token of the label costs -log s(2), each other one -log s(-2). "masked": all real tokens
+    teach. "replaced": a token that was drawn right is not, and one that was not masked teaches nothing.
     """
-    system = build(critic=critic, unconditional=True)
-    example = system.encode({name: value for name, value in system.synthetic(3).items() if name != "frames"})
+    system = build(critic=critic, critic_labels=labels, unconditional=True)
+    example = system.encode(system.synthetic(3) | {"frames": torch.tensor([3, 5, 1])} if labels == "masked" else {
+        name: value for name, value in system.synthetic(3).items() if name != "frames"})
     maskgit = Recorder(silent)
     critic_net = Recorder(lambda tokens, real, dropped: torch.full(tokens.shape, 2.0, requires_grad=True))
     nets = {"maskgit": maskgit} | ({"critic": critic_net} if critic == "token" else {})
@@ -142,11 +144,13 @@ def test_labels_of_the_critic(critic):
     masked = maskgit.calls[0][0][1].flatten(1)
     even = torch.arange(12) % 2 == 0
     assert torch.equal(shown.flatten(1) != example["tokens"].flatten(1), masked & even)
-    replaced, other = (masked & even).sum(1), (masked & ~even).sum(1)
-    costs = replaced * math.log(1 + math.exp(-2)) + other * math.log(1 + math.exp(2))
-    torch.testing.assert_close(terms["critic_accuracy"], replaced / masked.sum(1))
+    replaced, real = (masked & even).sum(1), torch.tensor([8, 12, 4])        # 2 x 2 tokens of each latent frame
+    label, all_judged, scale = ((masked.sum(1), real, real) if labels == "masked" else
+                                (replaced, masked.sum(1), 2 / math.pi * 12))
+    costs = label * math.log(1 + math.exp(-2)) + (all_judged - label) * math.log(1 + math.exp(2))
+    torch.testing.assert_close(terms["critic_accuracy"], label / all_judged)
     torch.testing.assert_close(terms["critic_replaced"], replaced / masked.sum(1))
-    expected = (costs / (2 / math.pi * 12)).mean()
+    expected = (costs / scale).mean()
     found = terms["critic_loss"].mean() if critic == "self" else terms["critic_loss"]
     torch.testing.assert_close(found, expected.to(found.dtype))
 
