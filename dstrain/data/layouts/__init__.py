@@ -23,5 +23,3 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
     raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
-
-
