@@ -52,7 +52,7 @@ class Request:
 
 
 class Layout(ABC):
-    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with the data, and the remedy.
+    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with them, and the remedy.
 
     files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
     its samples are listed; with labels that are numbers and no names, the classes are numbered.
@@ -104,10 +104,19 @@ class Layout(ABC):
 
 def peek(files: Files) -> list[tuple[str, bool]]:
     """As `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none."""
-    if not isinstance(files, LocalFiles) or files.single is not None:
+    if not isinstance(files, LocalFiles) or files.listed:
         return files.names()
     try:
         with os.scandir(files.root) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
     except OSError:
         return []
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file or a folder is there."""
+    try:
+        files.stat(name)
+        return True
+    except OSError:
+        return False

@@ -22,7 +22,7 @@ import numpy as np
 from dstrain.data import unpacked
 from dstrain.data.files import Files
 from dstrain.data.folder import few, listing
-from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, exists, peek
 from dstrain.recipe import ConfigError
 
 _IMAGES = re.compile(r"(?P<set>[a-z]+-[a-z]+-)?(?P<split>train|t10k|test)-images[-.]idx3-ubyte(?P<gz>\.gz)?")
@@ -112,7 +112,7 @@ class Idx(Layout):
     def _labels_name(self) -> str:
         """The file of the labels, beside the images; packed or not, whatever these are."""
         plain = re.sub(r"images([-.])idx3", r"labels\1idx1", self.name).removesuffix(".gz")
-        return plain if _exists(self.files, plain) else f"{plain}.gz"
+        return plain if exists(self.files, plain) else f"{plain}.gz"
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BinaryIO]:
@@ -151,14 +151,6 @@ def _images(root: str, files: Files) -> list[str]:
         if names := sorted(name for name in names if name.removesuffix(".gz") == name or name[:-3] not in names):
             return [folder + name for name in names]
     return []
-
-
-def _exists(files: Files, name: str) -> bool:
-    try:
-        files.stat(name)
-        return True
-    except OSError:
-        return False
 
 
 def _header(file: BinaryIO) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
     data.path=lsun/bedroom_train_lmdb           one environment, without classes; also a single file, FILE.lmdb
     data.path=lsun                              all *_lmdb in it, each of which is a class; *_val_lmdb are held out
-    data.path=lsun/{tower,bridge}_val_lmdb      these
+    data.path=lsun/{tower,bridge}_val_lmdb/data.mdb     these
 
 The file is only read, without its lock, and a value by its place, which the pages of the tree tell. The library `lmdb`
 follows the numbers in a file unchecked: a damaged one ends the process that reads it, and so would every worker.
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import BinaryIO
 
-from dstrain.data.files import Files, expanded
+from dstrain.data.files import Files
 from dstrain.data.folder import listing
-from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, exists, peek
 from dstrain.data.layouts.tars import MAX_BYTES
 from dstrain.recipe import ConfigError
 
@@ -58,7 +58,7 @@ class Lmdbs(Layout):
         folders = [name.removesuffix(f"/{_DATA}") for name in self._unseen]
         if len(folders) < 2:
             return os.path.join(self.root, folders[0]) if folders else None
-        return os.path.join(self.root, f"{{{','.join(folders)}}}")
+        return os.path.join(self.root, f"{{{','.join(folders)}}}", _DATA)
 
     def samples(self, part: str) -> Iterator[Sample]:
         """ConfigError: no LMDB, a truncated or damaged one, or one whose values are no images."""
@@ -88,29 +88,18 @@ class Lmdbs(Layout):
 
 def _environments(root: str, files: Files) -> tuple[str, ...]:
     """The data files, in order of their names; none where this is no LMDB."""
-    if "{" in root:
-        names = expanded(root) if root.rstrip("/").endswith((_END, f"{_END}}}", *_SINGLE)) else []
-        return tuple(name if name.endswith(_SINGLE) else f"{name.rstrip('/')}/{_DATA}" for name in names)
     top = peek(files)
     if (_DATA, False) in top:
         return (_DATA,)
-    if len(top) == 1 and top[0][0] == root.rpartition("/")[2] and root.endswith(_SINGLE):
-        return (top[0][0],)
+    if top and all(name.endswith(_SINGLE) and not folder for name, folder in top):
+        return tuple(name for name, _ in top)
     folders = [name for name, folder in top if folder and name.endswith(_END)]
-    return tuple(f"{name}/{_DATA}" for name in folders if _exists(files, f"{name}/{_DATA}"))
-
-
-def _exists(files: Files, name: str) -> bool:
-    try:
-        files.stat(name)
-        return True
-    except OSError:
-        return False
+    return tuple(f"{name}/{_DATA}" for name in folders if exists(files, f"{name}/{_DATA}"))
 
 
 def _class_of(part: str) -> str:
     name = part.removesuffix(f"/{_DATA}").rpartition("/")[2]
-    return name.removesuffix(_END).removesuffix("_train").removesuffix("_val")
+    return name.removesuffix(_END).removesuffix("_train").removesuffix("_val").removesuffix(".lmdb")
 
 
 def _values(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:

@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.data import unpacked
 from dstrain.data.files import Files
 from dstrain.data.folder import listing
-from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.zipped import DEFLATED, Member, STORED, blocks, data_place, directory
 from dstrain.recipe import ConfigError
 
@@ -40,13 +40,14 @@ class Npz(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.name = root.rstrip("/").rpartition("/")[2]
+        self.name = peek(files)[0][0]
         self._unpacked: Path | None = None
         self._shape: tuple[int, ...] | None = None
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return root.lower().endswith(".npz") and files.names() == [(root.rpartition("/")[2], False)]
+        names = peek(files)
+        return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
     def parts(self) -> list[str]:
         return [self.name]

@@ -2,7 +2,7 @@
 
     data.path=FOLDER                           all its .tar files, in the order of their names
     data.path=FILE.tar
-    data.path=shards/{00000..00099}.tar        also {a,b}; in the order of the pattern
+    data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
 name. Captions are in .txt, else in .json as "caption". A tar file is never extracted: one pass over its headers finds
@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from dstrain.data.files import Files, expanded
+from dstrain.data.files import Files
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -43,16 +43,16 @@ class Tars(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         """Whether there are tar files, and nothing beside them that is read otherwise: for captions, tars come first."""
         if "{" in root:
-            return root.lower().endswith(_ENDS)
+            return _is_tar(root)
+        names = files.names() if request.captions else peek(files)
         if request.captions:
-            return any(_is_tar(name) for name, _ in _top(files))
-        names = peek(files)
+            return any(not folder and _is_tar(name) for name, folder in names)
         beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)
         return not beside and any(_is_tar(name) for name, _ in names)
 
     def parts(self) -> list[str]:
         """ConfigError: there is a compressed tar file, in which nothing can be read by its place."""
-        names = expanded(self.root) if "{" in self.root else [name for name, _ in _top(self.files) if _is_tar(name)]
+        names = list(_tars(self.files, "{" in self.root))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[:-len(packed)] + ".tar") not in names:
@@ -61,7 +61,7 @@ class Tars(Layout):
         return [name for name in names if name.lower().endswith(".tar")]
 
     def watched(self) -> list[str]:
-        return self.parts() if "{" in self.root else ["", *self.parts()]
+        return ["", *self.parts()]
 
     def samples(self, part: str) -> Iterator[Sample]:
         members = self._members(part)
@@ -144,8 +144,14 @@ class _Headers:
         return self._file.read(size)
 
 
-def _top(files: Files) -> list[tuple[str, bool]]:
-    return [(name, folder) for name, folder in files.names() if not folder]
+def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
+    """The tar files of a folder, and of those below it where a pattern names them."""
+    for name, is_folder in files.names(folder):
+        path = f"{folder}/{name}" if folder else name
+        if is_folder and deep:
+            yield from _tars(files, deep, path)
+        elif not is_folder and _is_tar(name):
+            yield path
 
 
 def _is_tar(name: str) -> bool:

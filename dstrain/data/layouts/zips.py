@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.data.files import Files
 from dstrain.data.folder import few, listing
 from dstrain.data.labels import LABELS, MOST_BYTES, is_split, parsed_labels
-from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.layouts.tars import MAX_BYTES
 from dstrain.data.zipped import DEFLATED, Members, STORED, directory, payload
 from dstrain.disk import small
@@ -25,11 +25,12 @@ class Zips(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.name = root.rstrip("/").rpartition("/")[2]
+        self.name = peek(files)[0][0]
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return root.lower().endswith(".zip") and files.names() == [(root.rpartition("/")[2], False)]
+        names = peek(files)
+        return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
     def parts(self) -> list[str]:
         return [self.name]
