@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
-_SYNSET = re.compile(r"n\d{8}")
+SYNSET = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_class_list(path: str | None) -> ClassList:
                           "class a line") from None
     while lines and not lines[-1]:
         del lines[-1]
-    synsets = all(_SYNSET.fullmatch((line.split() or [""])[0].rstrip(",:")) for line in lines)
+    synsets = all(SYNSET.fullmatch((line.split() or [""])[0].rstrip(",:")) for line in lines)
     pairs = [line.split(maxsplit=1) if synsets else [line] for line in lines]
     classes = tuple(pair[0].rstrip(",:") for pair in pairs)
     if not lines or not all(classes):
