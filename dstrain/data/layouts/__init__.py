@@ -4,10 +4,14 @@ from pathlib import Path
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.beside import Beside
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.imagenet import AllFiles, FlatVal, ListedFolders
+from dstrain.data.layouts.lists import Metadata, TableList
+from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Folders,)
+LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllFiles, ListedFolders, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:

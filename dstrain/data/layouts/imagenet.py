@@ -38,19 +38,34 @@ _UP = 5                                    # folders above val/ in which such fi
 _MOST = 1 << 24                            # bytes of such a file
 
 
+def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None) -> tuple[str | Path, str | Path | None]:
+    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out."""
+    splits = train_and_held_out(path)
+    if splits is None:
+        return path, held_out_path
+    return splits[0], held_out_path or (None if held_out else splits[1])
+
+
 def train_and_held_out(path: str | Path) -> tuple[str, str] | None:
     """train/ and val/ of a root that holds both, with the same classes; None for any other data."""
-    for tree in _TREES if os.path.isdir(path) else ():
-        root = Path(path, tree)
-        folders = class_folders(root)
-        train = [name for name in folders if name.lower() in ("train", "training")]
-        val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
-        if len(train) == len(val) == 1:
-            classes, unseen = class_folders(root / train[0]), class_folders(root / val[0])
-            of_imagenet = classes and all(map(SYNSET.fullmatch, classes))
-            same = set(unseen) <= set(classes) if unseen else of_imagenet and _first_val(root / val[0])
-            if len(classes) > 1 and same and (of_imagenet or all(map(is_split, folders))):
-                return str(root / train[0]), str(root / val[0])
+    with listing(path):
+        for tree in _TREES if os.path.isdir(path) else ():
+            if splits := _splits(Path(path, tree)):
+                return splits
+    return None
+
+
+def _splits(root: Path) -> tuple[str, str] | None:
+    folders = class_folders(root)
+    train = [name for name in folders if name.lower() in ("train", "training")]
+    val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
+    if len(train) != 1 or len(val) != 1:
+        return None
+    classes, unseen = class_folders(root / train[0]), class_folders(root / val[0])
+    of_imagenet = classes and all(map(SYNSET.fullmatch, classes))
+    same = set(unseen) <= set(classes) if unseen else of_imagenet and _first_val(root / val[0])
+    if len(classes) > 1 and same and (of_imagenet or all(map(is_split, folders))):
+        return str(root / train[0]), str(root / val[0])
     return None
 
 

@@ -22,6 +22,7 @@ COLUMNS = {                                # names by which a column is known, t
              "video", "video_path"),
     "label": ("label", "class", "class_name", "category"),
     "caption": ("caption", "captions", "text", "prompt")}
+_METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
 _LOOKED = 20                               # first rows whose files are looked for
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
@@ -64,9 +65,10 @@ class TableList(Layout):
         for line, row in table.rows([column for kind in columns.values() for column in kind], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             path = self._path(row, columns["path"], at)
+            texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
             yield Sample(Place(path if path.startswith("/") else base + path),
                          self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
-                         tuple(text for column in columns["caption"] for text in captions(row.get(column), at)))
+                         texts or ("",) * bool(columns["caption"]))       # the sample then counts as bad, as its caption
 
     def read(self, place: Place) -> Path:
         return self.files.local(place.name)
@@ -80,6 +82,8 @@ class TableList(Layout):
     def _columns(self, table: Table) -> dict[str, list[str]]:
         """The columns of the table by what they hold; paths in one at least. ConfigError: a missing one."""
         columns = {kind: _column(kind, table, self.request, self.known) for kind in self.known}
+        if not self.request.captions:
+            columns["caption"] = []
         if not columns["path"]:
             raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
                               f"{', '.join(table.columns()) or 'nothing'}: name it, data.columns={{path: NAME}}")
@@ -90,6 +94,10 @@ class TableList(Layout):
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
             raise ConfigError(f"{at}: no path in the column {columns[0]}: write one, or take the row out")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise ConfigError(f"{at}: {path!r} holds half a character, which no path has: mend it") from None
         if "://" in path:
             raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
                               "video2dataset, whose output is read as it is")
@@ -134,18 +142,11 @@ class TableList(Layout):
         if paths[0].lower().endswith(_VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
             raise ConfigError(f"{table.where} lists videos: write data.num_frames=17, say, for clips")
         for base in self.bases:
-            if any(self._exists(os.path.join(base, path)) for path in paths):
+            if any(exists(self.files, os.path.join(base, path)) for path in paths):
                 return base
         raise ConfigError(f"{table.where}: none of its first {len(paths)} files is there, the first is "
                           f"{self.files.local(paths[0])}: paths are relative to the folder of the list, or absolute; "
                           "move the list, or name another column, data.columns={path: NAME}")
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self.files.stat(path)
-        except (OSError, ValueError):
-            return False
-        return True
 
 
 class Metadata(TableList):
@@ -158,18 +159,17 @@ class Metadata(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = {name for name, is_folder in files.names() if not is_folder}
-        for name in (f"metadata{suffix}" for suffix in TABLES):
-            if name in names:
-                table = open_table(files, name, f"{request.key}={root}: {name}")
-                if "file_name" in _columns_if_readable(table):         # else it is someone else's
-                    label = request.labels == "auto" and _column("label", table, request)
-                    return bool(label or request.captions and _column("caption", table, request))
-        return False
+        name = next((name for name in _METADATA if exists(files, name)), None)
+        if name is None:
+            return False
+        table = open_table(files, name, f"{request.key}={root}: {name}")
+        if "file_name" not in _columns_if_readable(table):             # it is someone else's
+            return False
+        label = request.labels == "auto" and _column("label", table, request)
+        return bool(label or request.captions and _column("caption", table, request))
 
     def _tables(self) -> list[Table]:
-        names = [name for name, is_folder in self.files.names() if not is_folder]
-        return [self._table(next(f"metadata{suffix}" for suffix in TABLES if f"metadata{suffix}" in names))]
+        return [self._table(next(name for name in _METADATA if exists(self.files, name)))]
 
     def _table(self, name: str) -> Table:
         return open_table(self.files, name, f"{self.request.key}={self.root}: {name}")
@@ -185,6 +185,15 @@ def captions(value: Any, at: str) -> Iterator[str]:
                               "data.columns={caption: NAME}")
         if text.strip():
             yield text.strip().encode("utf-8", "replace").decode()
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file is there; a folder is none."""
+    try:
+        with files.open(name):
+            return True
+    except (OSError, ConfigError):
+        return False
 
 
 def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:

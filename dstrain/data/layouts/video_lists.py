@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.data.class_list import ClassList
 from dstrain.data.files import Files
 from dstrain.data.layouts.base import Request
-from dstrain.data.layouts.lists import COLUMNS, TableList
+from dstrain.data.layouts.lists import COLUMNS, TableList, exists
 from dstrain.data.tables import Table, lines, open_table
 from dstrain.recipe import ConfigError
 
@@ -66,7 +66,7 @@ class PathList(TableList):
 
     def _class_index(self) -> ClassList:
         """The classes of classInd.txt in the order of their numbers; empty where there is no such file."""
-        if not self._exists(_CLASSES):
+        if not exists(self.files, _CLASSES):
             return ClassList()
         where = os.path.join(self.files.root, _CLASSES)
         rows = [line.split() for line in lines(self.files, _CLASSES, where) if line.strip()]
