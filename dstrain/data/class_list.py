@@ -14,6 +14,7 @@ from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
+_TITLED = re.compile(r"(n\d{8})(?:[\s,:]+(.*))?")
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def read_class_list(path: str | None) -> ClassList:
                           "class a line") from None
     while lines and not lines[-1]:
         del lines[-1]
-    synsets = all(SYNSET.fullmatch((line.split() or [""])[0].rstrip(",:")) for line in lines)
-    pairs = [line.split(maxsplit=1) if synsets else [line] for line in lines]
-    classes = tuple(pair[0].rstrip(",:") for pair in pairs)
+    matches = [_TITLED.fullmatch(line) for line in lines]
+    synsets = all(matches)
+    classes = tuple(match[1] for match in matches) if synsets else tuple(lines)
     if not lines or not all(classes):
         raise ConfigError(f"{where} has {'an empty line' if lines else 'no lines'}: write the class of label 0, 1, 2 "
                           "..., one a line")
     if len(set(classes)) < len(classes):
         again = next(name for place, name in enumerate(classes) if name in classes[:place])
         raise ConfigError(f"{where} names {again} twice: leave one line for each class")
-    titled = synsets and all(len(pair) == 2 for pair in pairs)
-    return ClassList(classes, tuple(pair[1] for pair in pairs) if titled else (), where)
+    titles = tuple(match[2] or "" for match in matches) if synsets else ()
+    return ClassList(classes, titles if all(titles) else (), where)

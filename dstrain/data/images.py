@@ -55,8 +55,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
-    if split != "all" and not builtin:
-        path, held_out_path = taken_apart(path, held_out, held_out_path)
+    if not builtin:
+        path, held_out_path = taken_apart(path, held_out, held_out_path, split == "all")
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:

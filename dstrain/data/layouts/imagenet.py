@@ -38,15 +38,22 @@ _UP = 5                                    # folders above val/ in which such fi
 _MOST = 1 << 24                            # bytes of such a file
 
 
-def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None) -> tuple[str | Path, str | Path | None]:
-    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out."""
-    splits = train_and_held_out(path)
+def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None,
+                whole: bool = False) -> tuple[str | Path, str | Path | None]:
+    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out.
+
+    ConfigError: the `whole` of such a root is asked for, which would count held-out samples among the others.
+    """
+    splits = _train_and_held_out(path)
     if splits is None:
         return path, held_out_path
+    if whole:
+        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path={splits[0]}, "
+                          f"and for evaluation data.held_out_path={splits[1]}")
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
-def train_and_held_out(path: str | Path) -> tuple[str, str] | None:
+def _train_and_held_out(path: str | Path) -> tuple[str, str] | None:
     """train/ and val/ of a root that holds both, with the same classes; None for any other data."""
     with listing(path):
         for tree in _TREES if os.path.isdir(path) else ():
