@@ -3,7 +3,7 @@
     dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
                      numbers are the labels, and folders say nothing. "labels": null: the files have no labels
     train/ val/      splits of the data: refused, since they would count as two classes
-    cat_1.png        ADM's convention: not read, but named where a model needs labels
+    cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
 """
 
 import os
@@ -118,4 +118,4 @@ def _about_prefixes(source: Source) -> str:
     prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
     if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):
         return ""
-    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read)"
+    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read: write data.labels=prefix for these)"

@@ -49,11 +49,14 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NUMBERS = {"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT"}
 _TEXTS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"}
 _BYTES = {"BINSTRING": 4, "SHORT_BINSTRING": 1, "BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8, "BYTEARRAY8": 8}
-_MARK = object()
+
+
+class _Mark:
+    """Where a tuple or a list begins on the stack."""
 
 
 def read_pickle(content: bytes) -> Any:
-    """What a pickle holds; texts of Python 2 are bytes. ConfigError: it is damaged, or takes a step that data do not."""
+    """What a pickle holds; texts of Python 2 are bytes. ConfigError: it is damaged, or holds more than plain values."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
@@ -84,7 +87,7 @@ def _step(name: str, argument: Any, place: int, stack: list[Any], memo: dict[int
     elif name == "STRING":
         stack.append(argument.encode("latin-1"))       # written in another way than it is: it has no place
     elif name == "MARK":
-        stack.append(_MARK)
+        stack.append(_Mark)
     elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
         memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
     elif name in ("GET", "BINGET", "LONG_BINGET"):
@@ -114,7 +117,7 @@ def _step(name: str, argument: Any, place: int, stack: list[Any], memo: dict[int
 
 
 def _since_mark(stack: list[Any]) -> list[Any]:
-    start = len(stack) - 1 - next(place for place, value in enumerate(reversed(stack)) if value is _MARK)
+    start = len(stack) - 1 - next(place for place, value in enumerate(reversed(stack)) if value is _Mark)
     values = stack[start + 1:]
     del stack[start:]
     return values

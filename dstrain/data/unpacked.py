@@ -1,4 +1,4 @@
-"""What can only be read from its beginning, unpacked once into a folder beside the index, and read there by its place."""
+"""What can only be read from its beginning, unpacked once into a folder beside the index and read there by place."""
 
 import contextlib
 import fcntl
@@ -49,6 +49,6 @@ def _write(path: Path, content: Iterator[bytes]) -> None:
 def span(path: Path, offset: int, size: int) -> bytes:
     """Bytes of a file that `unpacked` has written. NotRead: it is not there, such as on another machine."""
     if not os.path.exists(path):
-        raise NotRead(f"{path}, to which the data were unpacked, is not there: name a folder that all machines share with "
-                      "data.index=FOLDER, then give the same command again")
+        raise NotRead(f"{path}, to which the data were unpacked, is not there: name a folder that all machines share "
+                      "with data.index=FOLDER, then give the same command again")
     return LocalFiles(path).span(path.name, offset, size)

@@ -21,6 +21,7 @@ _LOCATOR = Struct("<4sIQI")                # of the zip64 record
 _END64 = Struct("<4sQHHIIQQQQ")
 _ENTRY = Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = Struct("<4sHHHHHIIIHH")
+_FIELD = Struct("<HH")                     # of an extra field: its kind and its bytes
 _COMMENT, _SLACK = 1 << 16, 32             # bytes; of a member's extra field, above what common writers write
 _BLOCK = 1 << 20
 
@@ -113,7 +114,7 @@ def _wide(extra: bytes, *values: int) -> list[int]:
     """Sizes and places of 64 bits, from the extra field, for those that 32 bits cannot hold."""
     place = 0
     while place + 4 <= len(extra):
-        kind, size = int.from_bytes(extra[place:place + 2], "little"), int.from_bytes(extra[place + 2:place + 4], "little")
+        kind, size = _FIELD.unpack_from(extra, place)
         if kind == 1:
             field, wide = extra[place + 4:place + 4 + size], []
             for value in values:

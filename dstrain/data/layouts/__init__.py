@@ -4,16 +4,22 @@ from pathlib import Path
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.beside import Beside
 from dstrain.data.layouts.cifar import Cifar
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.idx import Idx
+from dstrain.data.layouts.imagenet import AllFiles, FlatVal, ListedFolders
+from dstrain.data.layouts.lists import Metadata, TableList
 from dstrain.data.layouts.lmdbs import Lmdbs
 from dstrain.data.layouts.npz import Npz
 from dstrain.data.layouts.tars import Tars
+from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.data.layouts.zips import Zips
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Tars, Zips, Npz, Cifar, Idx, Lmdbs, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (
+    Tars, Zips, Npz, Cifar, Idx, Lmdbs, WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllFiles, ListedFolders,
+    Folders)
 
 
 def files_of(path: str, request: Request) -> Files:

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as their authors pack them and torchvision keeps them: the Python pickles and the binary files.
+"""CIFAR-10 and CIFAR-100 as their authors pack them and torchvision keeps them: Python pickles, or binary files.
 
     data.path=FOLDER           cifar-10-batches-py, cifar-100-python, cifar-10-batches-bin, cifar-100-binary, or the
                                folder above; its test batch is the held-out split
@@ -58,7 +58,8 @@ class Cifar(Layout):
                 content = self._content(part)
             places, labels = _pickled(content) if before is None else _binary(content, before)
         except ConfigError as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it anew") from None
+            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it "
+                              "anew") from None
         name = part.removeprefix(self.folder)
         for number, (place, label) in enumerate(zip(places, labels)):
             yield Sample(Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS), label)
@@ -119,7 +120,9 @@ def _pickled(content: bytes) -> tuple[range, list[int]]:
     batch = {_text(key): value for key, value in batch.items() if isinstance(key, (str, bytes))}
     array = as_array(batch.get("data"))
     labels = batch.get("fine_labels", batch.get("labels"))
-    if array.dtype != np.uint8 or array.shape != (len(labels), _PIXELS) or any(type(label) is not int for label in labels):
+    if not isinstance(labels, list) or any(type(label) is not int for label in labels):
+        raise ConfigError("it holds no list of labels")
+    if array.dtype != np.uint8 or array.shape != (len(labels), _PIXELS):
         raise ConfigError(f"its data are {array.dtype} {array.shape}, and a batch's are uint8 (labels, {_PIXELS})")
     return range(array.place, array.place + len(labels) * _PIXELS, _PIXELS), labels
 

@@ -10,11 +10,11 @@ index, and pixels are then read by their place.
 import gzip
 import os
 import re
-import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
 from typing import BinaryIO
 
 import numpy as np
@@ -27,7 +27,8 @@ from dstrain.recipe import ConfigError
 
 _IMAGES = re.compile(r"(?P<set>[a-z]+-[a-z]+-)?(?P<split>train|t10k|test)-images[-.]idx3-ubyte(?P<gz>\.gz)?")
 _FOLDERS = ("", *(f"{name}raw/" for name in ("", "MNIST/", "FashionMNIST/", "KMNIST/", "EMNIST/")))
-_HEADER = struct.Struct(">IIII")           # magic number, images, rows, columns
+_HEADER = Struct(">IIII")           # magic number, images, rows, columns
+_HEADER_OF_LABELS = Struct(">II")          # magic number, labels
 _MAGIC, _MAGIC_OF_LABELS = 0x803, 0x801
 _BLOCK = 1 << 20
 
@@ -90,7 +91,7 @@ class Idx(Layout):
                 _require_none(self.files.stat(part).size - _HEADER.size - number * height * width)
         name = self._labels_name()
         with self._reading(name), self._open(name) as file:
-            magic, count = struct.unpack(">II", file.read(8).ljust(8, b"\0"))
+            magic, count = _HEADER_OF_LABELS.unpack(file.read(8).ljust(8, b"\0"))
             labels = file.read(number + 1)
             if (magic, count, len(labels)) != (_MAGIC_OF_LABELS, number, number):
                 raise ConfigError(f"it is no file of {number:,} labels")

@@ -40,7 +40,7 @@ class Lmdbs(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        names = _environments(root, files)
+        names = tuple(sorted(_environments(root, files), key=lambda name: (_class_of(name), name)))
         train = tuple(name for name in names if not name.startswith("test_") and _UNSEEN not in name)
         self.names = train or names
         self._unseen = [name for name in names if train and _UNSEEN in name]
@@ -167,7 +167,8 @@ def _meta(file: BinaryIO, length: int) -> tuple[int, int, int, int]:
     newest = None
     for place in (0, size):
         file.seek(place)
-        magic, version, _, flags, _, root, last, transaction = _META.unpack(file.read(_META.size).ljust(_META.size, b"\0"))
+        content = file.read(_META.size).ljust(_META.size, b"\0")
+        magic, version, _, flags, _, root, last, transaction = _META.unpack(content)
         if magic == _MAGIC and version == _VERSION and (newest is None or transaction > newest[-1]):
             newest = (root, last, flags, transaction)
     if newest is None or not 512 <= size <= 1 << 16:

@@ -41,7 +41,7 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        """Whether there are tar files, and nothing beside them that is read otherwise: for captions, tars come first."""
+        """Whether there are tar files, and no images or folders beside them; for captions these do not count."""
         if "{" in root:
             return _is_tar(root)
         names = files.names() if request.captions else peek(files)

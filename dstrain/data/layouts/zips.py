@@ -100,8 +100,8 @@ class Zips(Layout):
         if not classes:
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
-            raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one class "
-                                "or several? Pack a folder with one folder for each class, or with a dataset.json")
+            raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
+                                "class or several? Pack a folder with one folder for each class, or with a dataset.json")
         splits = [name for name in classes if is_split(name)]
         if len(splits) > 1 or splits == classes:                       # one may be a class among others: train, plane
             raise self._refusal(f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
