@@ -16,7 +16,7 @@ from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
-from dstrain.data.videos import open_videos
+from dstrain.data.videos import CLIPS, open_videos
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
 from dstrain.recipe import Codes, ConfigError, Data
@@ -51,7 +51,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
         path, held_out_path = taken_apart(data.path, data.held_out, data.held_out_path)
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
-        return _open_clips(data)
+        return _open_clips(data, run)
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
@@ -78,7 +78,7 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
 
 
-def _open_clips(data: Data) -> tuple[Source, Source | None]:
+def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -95,7 +95,8 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
         raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
-    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions)
+    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
+                  request=request_of(data, CLIPS, noun="clips", captions=True), index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     if data.held_out or data.held_out_path:
         return train, open_videos(data.path, cut, split="held_out", **common)

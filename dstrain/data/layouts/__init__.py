@@ -5,13 +5,15 @@ from pathlib import Path
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.beside import Beside
+from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
-from dstrain.data.layouts.imagenet import AllFiles, FlatVal, ListedFolders
+from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
 from dstrain.data.layouts.lists import Metadata, TableList
 from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllFiles, ListedFolders, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
+                                     ListedClips, ListedFolders, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
@@ -27,5 +29,3 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
     raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
-
-

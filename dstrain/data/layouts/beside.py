@@ -37,7 +37,7 @@ class Beside(Folders):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not (super().recognises(root, files, request) and request.captions and request.captions_file is None):
+        if request.noun == "clips" or not request.captions or not super().recognises(root, files, request):
             return False
         with listing(root, request.key):
             first = islice(walk(Path(root), "", request.suffixes), _LOOKED)

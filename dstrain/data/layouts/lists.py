@@ -49,6 +49,9 @@ class TableList(Layout):
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
 
     def parts(self) -> list[str]:
+        if self.request.captions_file is not None:
+            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions stand "
+                              "in a column of it: write data.columns={caption: NAME}")
         return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
 
     def watched(self) -> list[str]:
@@ -160,7 +163,7 @@ class Metadata(TableList):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = next((name for name in _METADATA if exists(files, name)), None)
-        if name is None:
+        if name is None or request.captions_file is not None:
             return False
         table = open_table(files, name, f"{request.key}={root}: {name}")
         if "file_name" not in _columns_if_readable(table):             # it is someone else's
