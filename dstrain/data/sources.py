@@ -10,6 +10,7 @@ from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
+from dstrain.data.index_build import from_first
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.layouts.base import Request
 from dstrain.data.layouts.imagenet import taken_apart
@@ -48,7 +49,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                 codes.verify()
         return train, unseen
     if not data.path.startswith("builtin:"):
-        path, held_out_path = taken_apart(data.path, data.held_out, data.held_out_path)
+        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path))
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)

@@ -10,6 +10,7 @@ from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
 from dstrain.data.layouts.lists import Metadata, TableList
 from dstrain.data.layouts.video_lists import PathList, WebVid
+from dstrain.data.tables import TABLES
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
@@ -28,4 +29,5 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
-    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
+    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, a list of them ("
+                      f"{' '.join(TABLES)}, or lines PATH NUMBER), or builtin:fashion")

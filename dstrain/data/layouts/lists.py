@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.class_list import read_class_list
-from dstrain.data.files import Files
+from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.tables import TABLES, Table, open_table
 from dstrain.recipe import ConfigError
@@ -104,6 +104,8 @@ class TableList(Layout):
         if "://" in path:
             raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
                               "video2dataset, whose output is read as it is")
+        if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
+            raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
