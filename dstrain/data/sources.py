@@ -10,9 +10,10 @@ from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
-from dstrain.data.index_build import from_first
+from dstrain.data.index import Index
+from dstrain.data.index_build import cache_folder, from_first, open_index
 from dstrain.data.latents import Latents, is_encoded
-from dstrain.data.layouts.base import Request
+from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
@@ -77,6 +78,18 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
     return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
+
+
+def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
+    """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
+
+    captions: of images, too; clips always have theirs.
+    """
+    request = request_of(data, captions=captions)
+    if data.num_frames is not None:
+        request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+    path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+    return open_index(path, request, data.index or cache_folder())
 
 
 def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
