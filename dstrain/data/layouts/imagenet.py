@@ -24,6 +24,7 @@ from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import class_folders, few, listing, walk
 from dstrain.data.labels import is_split
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.held_out import held_out_by
 from dstrain.disk import small
@@ -122,6 +123,14 @@ class AllFiles(Folders):
         with listing(self.root, self.request.key):
             for name in sorted(walk(Path(self.root), part, self.request.suffixes, self._deeper)):
                 yield Sample(Place(name), names.prefix(name, f"{self.request.key}={self.root}") if by_prefix else None)
+
+
+class ListedClips(Clips, ListedFolders):
+    """As ListedFolders, with the captions of Clips."""
+
+
+class AllClips(Clips, AllFiles):
+    """As AllFiles, with the captions of Clips."""
 
 
 class FlatVal(Layout):
