@@ -23,10 +23,10 @@ from tqdm import tqdm
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import ImageFolder, open_images
+from dstrain.data.images import Images, encoded, open_images
 from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import Source
-from dstrain.data.sources import open_sources, open_split
+from dstrain.data.sources import open_sources, open_split, request_of
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
 from dstrain.drawing.sampling import Means
@@ -155,7 +155,7 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
-        source = open_sources(run.data)[0 if options.split == "train" else 1]
+        source = open_sources(run.data, run=options.folder)[0 if options.split == "train" else 1]
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
                           "was trained on with --split train, or train with data.held_out=0.05")
@@ -182,7 +182,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
-                             held_out_path=places[2], draft=data.draft)
+                             held_out_path=places[2], draft=data.draft, request=request_of(data))
     if labelled and not source.classes:
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
                           "into folders named as those of the training data")
@@ -194,12 +194,12 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
     return source
 
 
-def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
+def _require_fit(path: str, source: Images, run: Run) -> None:
     """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with open_image(source.path / source.name(index), FORMATS) as image:
+            with open_image(encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
                 grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
                             or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
                 sides.append(min(image.size))

@@ -114,6 +114,8 @@ def _data_path_problem(key: str, path: str) -> str | None:
 
     if path.startswith("builtin:"):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if "{" in path and not os.path.exists(path):                         # a pattern, such as shards/{00..99}.tar
+        return None
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):
@@ -153,7 +155,7 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     from dstrain.data.sources import described, is_embeddings, open_sources
     from dstrain.metrics.during import checked_quality
 
-    source, held_out = open_sources(run.data, verify=True)
+    source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
         remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
