@@ -49,8 +49,8 @@ def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | N
     if splits is None:
         return path, held_out_path
     if whole:
-        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path={splits[0]}, "
-                          f"and for evaluation data.held_out_path={splits[1]}")
+        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path="
+                          f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}")
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
@@ -90,8 +90,8 @@ class ListedFolders(Folders):
         parts, names = super().parts(), read_class_list(self.request.class_list)
         unknown = [name for name in self.classes if name not in names.places]
         if parts == [""] or self._by_name is not None:
-            raise ConfigError(f"{self.request.key}={self.root} has no class folders, and {names.where} names some: leave "
-                              "it out, or write data.labels=prefix for files such as cat_1.png")
+            raise ConfigError(f"{self.request.key}={self.root} has no class folders, and {names.where} names some: "
+                              "leave it out, or write data.labels=prefix for files such as cat_1.png")
         if unknown:
             raise ConfigError(f"{self.request.key}={self.root}: the class folders {few(unknown)} are not among the "
                               f"{len(names.classes)} of {names.where}: add them there, or take them away")
