@@ -2,6 +2,7 @@
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
+    FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
 FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
@@ -86,6 +87,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
         if found is not None:
             return found
     layout, folder = recognised(path, files, request), folders[0]
+    layout.prepare(_unpacked(folder))
     if kept is None and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
@@ -118,6 +120,10 @@ def _building(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
 
 
+def _unpacked(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unpacked")
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index."""
@@ -144,6 +150,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]
+    layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
