@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.io import savemat
+from torchvision.datasets import imagenet as original
 
 from dstrain.data.images import open_images
 from dstrain.data.layouts.base import Request
@@ -43,10 +44,10 @@ def write_kit(root: Path) -> None:
     data = root / "ILSVRC2012_devkit_t12" / "data"
     data.mkdir(parents=True)
     numbers = (3, 1, 4, 2)                        # ILSVRC2012_ID of each synset
-    rows = np.zeros(5, [("ILSVRC2012_ID", object), ("WNID", object), ("words", object), ("num_children", object)])
+    rows = np.zeros(5, [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")])
     for place, (number, synset, word) in enumerate(zip(numbers, SYNSETS, WORDS)):
-        rows[place] = (number, synset, word, 0)
-    rows[4] = (5, "n00001740", "entity", 4)
+        rows[place] = (number, synset, word, "what it is", 0)
+    rows[4] = (5, "n00001740", "entity", "all there is", 4)
     savemat(data / "meta.mat", {"synsets": rows})
     (data / "ILSVRC2012_validation_ground_truth.txt").write_text("".join(f"{numbers[label]}\n" for label in OF_VAL))
 
@@ -115,6 +116,18 @@ def test_what_is_not_like_imagenet(tmp_path):
     assert lines("dit-small", f"folder={tmp_path / 'r'}", f"data.path={root}", "model.num_classes=4", *TINY)[:2] == [
         f"data: {root}: 12 images, 4 classes of 3, no captions", "held out: 6 images, 4 classes of 1 (n01443537) to 2 "
         "(n01440764), no captions"]
+
+
+def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
+    """Oracle: torchvision's own reader of the kit."""
+    root = imagenet(tmp_path / "d", False)
+    write_kit(root)
+    shutil.make_archive(str(tmp_path / "kit"), "gztar", root, "ILSVRC2012_devkit_t12")
+    monkeypatch.setattr(original, "_verify_archive", lambda *names: None)         # by the hash of the real one
+    original.parse_devkit_archive(tmp_path, "kit.tar.gz")
+    _, synsets = original.load_meta_file(tmp_path)
+    source = open_images(root / "val", 16)
+    assert [source.classes[source[index]["label"]] for index in range(len(OF_VAL))] == synsets
 
 
 def test_a_kit_that_does_not_fit(tmp_path):
