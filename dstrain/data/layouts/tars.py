@@ -5,9 +5,9 @@
     data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
-name. Captions are in .txt, one a line, else in .json (beside.py). A tar file is never extracted: one pass over its headers finds
-where members lie, and they are read by offset. Names in it are data, never paths. Only regular members are read; links,
-devices and sparse files are passed over. Of repeated members the first counts.
+name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
+headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
+are read; links, devices and sparse files are passed over. Of repeated members the first counts.
 """
 
 import contextlib
