@@ -29,7 +29,7 @@ from dstrain.data.columns import Columns
 from dstrain.data.files import Files
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index, VERSION, WATCHED, read_sealed
-from dstrain.data.layouts import LAYOUTS, files_of, recognised
+from dstrain.data.layouts import files_of, recognised
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.disk import atomic, lines, sealed
 from dstrain.ranks import group
@@ -144,12 +144,11 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     """
     index = Index.open(folder)
     watched = index and read_sealed(folder / WATCHED)
-    kinds = {kind.__name__: kind for kind in LAYOUTS}
-    if not watched or index.header["layout"] not in kinds:
+    if not watched:
         return None
-    if not (kind := kinds[index.header["layout"]]).recognises(path, files, request):
+    layout = recognised(path, files, request)
+    if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
         return None
-    layout = kind(path, files, request)
     layout.classes, layout.notes = index.classes, index.header["notes"]
     layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])
@@ -186,14 +185,15 @@ def _watch_list(layout: Layout) -> list[str]:
 
 def _in_memory(layout: Layout) -> Index | None:
     """The index of few samples; None: there are more."""
-    columns = Columns()
-    for part in layout.parts():
+    parts = layout.parts()
+    columns = Columns(classes=layout.classes)
+    for part in parts:
         for sample in layout.samples(part):
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
     layout.require_whole()
-    return columns.finished(layout, None)
+    return columns.finished(layout)
 
 
 def _on_disk(layout: Layout, folder: Path) -> Index:
@@ -208,27 +208,13 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         lines.append(journal, json.dumps(plan) + "\n")
-        columns, done = Columns(building), 0
-    synced, noun = time.monotonic(), layout.request.noun
-    with tqdm(total=None, initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
-              desc=f"listing {layout.root}") as bar:
-        for number, part in enumerate(parts[done:], done + 1):
-            for sample in layout.samples(part):
-                columns.add(sample, layout)
-                if columns.number % CHUNK == 0:
-                    columns.write()
-                    bar.update(columns.number - bar.n)
-                    phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}")
-            if number == len(parts) or time.monotonic() - synced > _SYNC:
-                lines.append(journal, json.dumps({"done": number, "notes": layout.notes} | columns.synced()) + "\n")
-                synced = time.monotonic()
-        bar.update(columns.number - bar.n)
+        columns, done = Columns(building, classes=layout.classes), 0
+    _list(layout, columns, parts, done, journal)
     layout.require_whole()
     more = [name for name in _watch_list(layout) if name not in set(watch_list)]      # folders met while listing
     phases().at(f"writing the index of {layout.root}")
-    columns.finished(layout, building)
+    columns.finished(layout)
     atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
-    journal.unlink()
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -236,6 +222,36 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         shutil.rmtree(old, ignore_errors=True)
     atomic.publish(building, folder)
     return Index.open(folder)
+
+
+def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
+    """Adds the samples of the parts from `done` on; what the journal says stands on the disk, whatever ends this."""
+    state: dict[str, Any] | None = None
+    synced, noun = time.monotonic(), layout.request.noun
+
+    def sync() -> None:
+        columns.write(durable=True)
+        lines.append(journal, json.dumps(state) + "\n")
+
+    with tqdm(initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
+              desc=f"listing {layout.root}") as bar:
+        try:
+            for number, part in enumerate(parts[done:], done + 1):
+                for sample in layout.samples(part):
+                    columns.add(sample, layout)
+                    if columns.number % CHUNK == 0:
+                        columns.write()
+                        bar.update(columns.number - bar.n)
+                        phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of "
+                                    f"{len(parts):,}")
+                state = {"done": number, "notes": dict(layout.notes)} | columns.state()
+                if time.monotonic() - synced > _SYNC:
+                    sync()
+                    synced = time.monotonic()
+        finally:
+            if state is not None:
+                sync()
+        bar.update(columns.number - bar.n)
 
 
 def _settle(stats: list[list[int | str]]) -> None:
@@ -257,6 +273,6 @@ def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout
                 return None, 0
             os.truncate(building / f"{name}.bin", size)
         layout.notes = rows[-1]["notes"]
-        return Columns(building, rows[-1]), rows[-1]["done"]
+        return Columns(building, layout.classes, rows[-1]), rows[-1]["done"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, 0
