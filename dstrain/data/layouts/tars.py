@@ -57,6 +57,7 @@ class Tars(Layout):
             if packed and (name[:-len(packed)] + ".tar") not in names:
                 raise ConfigError(f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
                                   f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}")
+        self.classes = self.class_list.classes
         return [name for name in names if name.lower().endswith(".tar")]
 
     def watched(self) -> list[str]:
@@ -72,7 +73,7 @@ class Tars(Layout):
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.notes["uncaptioned"] = self.notes.get("uncaptioned", 0) + 1
                 continue
-            label = sample.get("cls", sample.get("label"))
+            label = self.label(sample.get("cls", sample.get("label")), key)
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
 
     def read(self, place: Place) -> bytes:
