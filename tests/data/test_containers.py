@@ -363,3 +363,29 @@ def test_one_form_each(tmp_path, plain):
     assert len(open_images(plain, 16)) == CLASSES * EACH
     names = [layout.__name__ for layout in LAYOUTS]
     assert len(set(names)) == len(names)
+
+
+def test_labels_and_class_list(tmp_path, plain):
+    """Oracle: the folder with the same entries of the recipe: classes by a list, by the prefix of a name, and none."""
+    (tmp_path / "list.txt").write_text("c d\nx\na\na-b\n")
+    for file in files_of(plain):
+        file.rename(file.with_name(f"{file.parent.name}_{file.name}"))
+    with zipfile.ZipFile(tmp_path / "out.zip", "w") as archive, webdataset.TarWriter(str(tmp_path / "out.tar")) as tar:
+        for file in files_of(plain):
+            archive.writestr(file.relative_to(plain).as_posix(), file.read_bytes())
+            tar.write({"__key__": f"{file.parent.name}/{file.stem}", "png": file.read_bytes(),
+                       "cls": file.parent.name.encode()})
+    for labels, class_list in (("auto", "list.txt"), ("prefix", "list.txt"), ("prefix", None), ("none", None)):
+        request = Request(SUFFIXES, labels=labels, class_list=class_list and str(tmp_path / class_list))
+        expected = open_images(plain, 16, request=request)
+        by_stem = {Path(expected.name(i)).stem: expected[i]["label"] for i in range(len(expected))}
+        zipped = open_images(tmp_path / "out.zip", 16, request=request)
+        assert [zipped.name(i) for i in range(len(zipped))] == [expected.name(i) for i in range(len(expected))]
+        for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
+            source = open_images(path, 16, request=request)
+            assert {Path(source.name(i)).stem: source[i]["label"] for i in range(len(source))} == by_stem
+            assert source.classes == expected.classes
+    (tmp_path / "list.txt").write_text("c d\na\n")
+    for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
+        with pytest.raises(ConfigError, match="'a-b' is not among the 2 of data.class_list"):
+            open_images(path, 16, request=Request(SUFFIXES, class_list=str(tmp_path / "list.txt")))

@@ -38,7 +38,7 @@ class Cifar(Layout):
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
         self.form, self.folder, self.own = _form(root, files)
-        self.classes = self._class_names()
+        self.classes = self.class_list.classes or self._class_names()
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -62,7 +62,8 @@ class Cifar(Layout):
                               "anew") from None
         name = part.removeprefix(self.folder)
         for number, (place, label) in enumerate(zip(places, labels)):
-            yield Sample(Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS), label)
+            at = Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS)
+            yield Sample(at, self.label(label, at.name))
 
     def read(self, place: Place) -> np.ndarray:
         pixels = self.files.span(f"{self.folder}{self.own[place.file]}", place.offset, place.size)

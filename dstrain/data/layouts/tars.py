@@ -5,9 +5,9 @@
     data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
-name. Captions are in .txt, one a line, else in .json (beside.py). A tar file is never extracted: one pass over its headers finds
-where members lie, and they are read by offset. Names in it are data, never paths. Only regular members are read; links,
-devices and sparse files are passed over. Of repeated members the first counts.
+name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
+headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
+are read; links, devices and sparse files are passed over. Of repeated members the first counts.
 """
 
 import contextlib
@@ -57,6 +57,7 @@ class Tars(Layout):
             if packed and (name[:-len(packed)] + ".tar") not in names:
                 raise ConfigError(f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
                                   f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}")
+        self.classes = self.class_list.classes
         return [name for name in names if name.lower().endswith(".tar")]
 
     def watched(self) -> list[str]:
@@ -72,7 +73,7 @@ class Tars(Layout):
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.notes["uncaptioned"] = self.notes.get("uncaptioned", 0) + 1
                 continue
-            label = sample.get("cls", sample.get("label"))
+            label = self.label(sample.get("cls", sample.get("label")), key)
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
 
     def read(self, place: Place) -> bytes:
