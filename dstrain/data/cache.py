@@ -72,7 +72,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _filled(self, key: str, size: int) -> Iterator[Path]:
-        """A temporary file to fill, for which there is room; afterwards it is the entry, or after an error it is gone."""
+        """A temporary file to fill, for which there is room; afterwards it is the entry, after an error it is gone."""
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
             self._take_room(temporary, size)

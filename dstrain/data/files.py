@@ -1,12 +1,16 @@
 """Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
 
 import os
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
+
+
+_MOST_NAMES = 1_000_000                    # that a pattern stands for
 
 
 class Stat(NamedTuple):
@@ -44,7 +48,7 @@ class LocalFiles(Files):
     """A folder, or a single file, on this machine; of a file, its own name is the only one below the root."""
 
     def __init__(self, root: str | Path) -> None:
-        path = Path(root)
+        path = Path(root if os.path.exists(root) else base_of(str(root)))
         self.single = path.name if path.is_file() else None
         self.root = str(path.parent if self.single else path)
 
@@ -75,3 +79,32 @@ class LocalFiles(Files):
 
     def local(self, name: str) -> Path:
         return Path(self.root, name)
+
+
+def base_of(root: str) -> str:
+    """The folder below which all names of a pattern such as shards/{00..99}.tar stand; any other root as it is."""
+    return (root[:root.index("{")].rpartition("/")[0] or ".") if "{" in root else root
+
+
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern stands for, relative to `base_of`: {000..127} and {a,b}, as a shell has them.
+
+    ConfigError: a brace without its other one, or more than a million names.
+    """
+    start = pattern[:pattern.index("{")].rpartition("/")[0] if "{" in pattern else ""
+    names = [pattern[len(start) + 1:] if start else pattern]
+    while brace := re.search(r"\{([^{}]*)\}", names[0]):
+        first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
+        padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
+        width = max(len(first), len(last)) if padded else 1
+        choices = range(int(first), int(last) + 1) if first else brace[1].split(",")
+        if len(choices) * len(names) > _MOST_NAMES:
+            raise ConfigError(f"{pattern}: stands for more than {_MOST_NAMES:,} names")
+        words = [f"{choice:0{width}}" for choice in choices] if first else list(choices)
+        names = [name.replace(brace[0], word, 1) for name in names for word in words]
+        if not names:
+            break
+    if not names or "{" in names[0] or "}" in names[0]:
+        raise ConfigError(f"{pattern}: stands for no names: write a range as {{00000..00099}}, the smaller first, or a "
+                          "list as {a,b}")
+    return names

@@ -32,8 +32,8 @@ _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _MOST = 1_000_000                          # addresses of a pattern
-_FILES = (".tar", ".gz", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".npy", ".csv", ".tsv", ".jsonl", ".json", ".mdb",
-          ".safetensors", ".mp4")          # an address that ends so is a file's: many stores have no folders to ask for
+_FILES = (".tar", ".gz", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".npy", ".csv", ".tsv", ".jsonl", ".json",
+          ".mdb", ".mp4")                  # an address that ends so is a file's: many stores have no folders to ask for
 _VERSIONS = ("ETag", "etag", "Content-MD5", "md5Hash", "sha256", "blob_id", "Last-Modified", "LastModified", "updated",
              "mtime", "created")
 
@@ -49,7 +49,7 @@ def is_address(root: str | Path) -> bool:
 
 
 def expanded(pattern: str) -> list[str]:
-    """What a pattern of a shell stands for: x{00..02}.tar, x{a,b}.tar; of several, all of each. ConfigError: too many."""
+    """What a shell makes of x{00..02}.tar or x{a,b}.tar; of several braces, all of each. ConfigError: too many."""
     pieces = _BRACES.split(pattern)
     choices, number = [], 1
     for place, piece in enumerate(pieces):
@@ -208,7 +208,7 @@ class RemoteFiles(Files):
             return content
 
         try:
-            return self._store.ask(address, checked, reading=True)    # credentials that are no longer valid: no file's fault
+            return self._store.ask(address, checked, reading=True)
         except NoRanges:
             self._whole.add(name)
             return self._part(name, start, stop, start, stop)
