@@ -40,7 +40,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except NotRead:                               # of a store at an address, which was asked again
+    except NotRead:
         raise
     except Exception as error:
         if storage_fails(error, path):
