@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from dstrain.recipe import ConfigError
 
@@ -31,6 +32,10 @@ class DiskCache:
         except OSError as error:
             raise ConfigError(f"data.cache.folder={folder} cannot be written or locked ({error.strerror}): name a "
                               "folder on a disk of this machine") from None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.folder.mkdir(parents=True, exist_ok=True)     # on another machine there is none yet
 
     def read(self, key: str, size: int, start: int, stop: int) -> bytes | None:
         """Bytes [start, stop) of an entry that has `size` bytes; None: it is not there."""

@@ -4,13 +4,15 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 
+_T = TypeVar("_T")
 _MOST_NAMES = 1_000_000                    # that a pattern stands for
 
 
@@ -23,6 +25,7 @@ class Files(ABC):
     """Access to the files below `root`. OSError: they cannot be read. Pickled to the workers."""
 
     root: str
+    far = False                            # at an address: what is needed soon is worth reading ahead
 
     @abstractmethod
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -43,6 +46,9 @@ class Files(ABC):
     @abstractmethod
     def local(self, name: str) -> Path:
         """The file as one on this machine, for libraries that open files themselves."""
+
+    def ahead(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
+        """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
 
 
 class LocalFiles(Files):
@@ -83,8 +89,11 @@ class LocalFiles(Files):
 
 
 def base_of(root: str) -> str:
-    """The folder below which all names of a pattern such as shards/{00..99}.tar stand; any other root as it is."""
-    return (root[:root.index("{")].rpartition("/")[0] or ".") if "{" in root else root
+    """The folder below which all names of a pattern stand, shards/{00..99}.tar or data/train-*.parquet; any other root
+    as it is.
+    """
+    pattern = re.search(r"[{*]", root)
+    return (root[:pattern.start()].rpartition("/")[0] or ".") if pattern else root
 
 
 def expanded(pattern: str) -> list[str]:

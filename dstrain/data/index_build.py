@@ -93,7 +93,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
 
 
 def _key(path: str, request: Request) -> str:
-    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key")}
+    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key", "cache")}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 

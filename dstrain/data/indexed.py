@@ -6,6 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
@@ -27,6 +28,7 @@ class Indexed(Source):
     def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
                  classes: tuple[str, ...] = (), key: str = "data.path") -> None:
         self.layout, self.index, self.split, self.light = layout, index, split, layout.light
+        self.expects = layout.files.far
         self.path = Path(layout.root)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
@@ -63,6 +65,13 @@ class Indexed(Source):
     def labels(self) -> np.ndarray:
         """int32 (N,), all of them: for data that are known to be small."""
         return np.concatenate([labels for _, labels in self._chunks()])
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+        self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
+
+    def describe(self) -> str:
+        advice = self.layout.advice()
+        return super().describe() + (f"; {advice}" if advice else "")
 
     def class_counts(self) -> np.ndarray | None:
         if not self.classes:

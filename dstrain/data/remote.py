@@ -15,12 +15,11 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from hashlib import blake2b
-from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.cache import DiskCache
-from dstrain.data.files import Files, LocalFiles, Stat
+from dstrain.data.files import Files, LocalFiles, Stat, base_of, expanded
 from dstrain.data.stores import NoRanges, Store
 from dstrain.recipe import Cache, ConfigError
 
@@ -30,8 +29,6 @@ _AHEAD = 1024                              # samples that may wait to be read ah
 _CACHED = 0.8                              # of the cache's limit: data below it stay in the cache
 _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_MOST = 1_000_000                          # addresses of a pattern
 _FILES = (".tar", ".gz", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".npy", ".csv", ".tsv", ".jsonl", ".json",
           ".mdb", ".mp4")                  # an address that ends so is a file's: many stores have no folders to ask for
 _VERSIONS = ("ETag", "etag", "Content-MD5", "md5Hash", "sha256", "blob_id", "Last-Modified", "LastModified", "updated",
@@ -48,25 +45,6 @@ def is_address(root: str | Path) -> bool:
     return _ADDRESS.match(str(root)) is not None
 
 
-def expanded(pattern: str) -> list[str]:
-    """What a shell makes of x{00..02}.tar or x{a,b}.tar; of several braces, all of each. ConfigError: too many."""
-    pieces = _BRACES.split(pattern)
-    choices, number = [], 1
-    for place, piece in enumerate(pieces):
-        bounds = re.fullmatch(r"(\d+)\.\.(\d+)", piece) if place % 2 else None
-        if bounds:
-            first, last, digits = int(bounds[1]), int(bounds[2]), len(bounds[1])
-            values: Iterable[str] = (f"{n:0{digits}}" for n in range(first, last + 1))
-            number *= max(last - first + 1, 0)
-        else:
-            values = piece.split(",") if place % 2 else [piece]
-            number *= len(values)
-        choices.append(values)
-        if not 0 < number <= _MOST:
-            raise ConfigError(f"data.path={pattern}: {{{piece}}} stands for {number:,} names: give 1 to {_MOST:,}")
-    return ["".join(parts) for parts in product(*choices)]
-
-
 class RemoteFiles(Files):
     """A folder at an address, a single file, a brace pattern, or several addresses with spaces between them.
 
@@ -74,20 +52,16 @@ class RemoteFiles(Files):
     them. What is known of the files is pickled to the workers, connections are not.
     """
 
+    far = True
+
     def __init__(self, root: str, cache: Cache) -> None:
         self.cache = DiskCache(os.path.expanduser(cache.folder or _own_folder()), int(cache.gb * 1e9))
-        addresses = [address for pattern in _SEVERAL.split(root) for address in expanded(pattern)]
-        self._store = Store(addresses[0].partition("://")[0])
+        self._store = Store(root.partition("://")[0])
         self._stats: dict[str, Stat] = {}
-        self._addresses: dict[str, str] = {}              # by name; empty: those of a folder, which lists them
+        self._folders = {""}
         self._whole: set[str] = set()                     # files whose server knows no ranges
         self._start()
-        if len(addresses) == 1 and not _path(addresses[0]).lower().endswith(_FILES):
-            self.root = addresses[0].rstrip("/")
-            return
-        self.root = posixpath.commonpath([posixpath.dirname(_path(address)) for address in addresses])
-        self.root = self.root.replace(":/", "://", 1)      # commonpath joins the slashes
-        self._addresses = {_path(address)[len(self.root):].lstrip("/"): address for address in addresses}
+        self.root, self._addresses = _taken_apart(root)   # the latter by name; {}: those of a folder, which lists them
 
     def __getstate__(self) -> dict[str, Any]:
         unfit = ("_lock", "_pending", "_queue")
@@ -106,21 +80,25 @@ class RemoteFiles(Files):
             below = [name[len(folder) + 1 if folder else 0:] for name in self._addresses
                      if not folder or name.startswith(f"{folder}/")]
             return sorted({(name.split("/")[0], "/" in name) for name in below})
-        address = f"{self.root}/{folder}" if folder else self.root
-        if self._store.of_the_web:
-            address += "/"                                # a page that lists files
-        names = []
-        for entry in self._store.ask(address, lambda: self._store.system().ls(address, detail=True)):
-            name = posixpath.basename(_path(str(entry["name"])).rstrip("/"))
-            is_folder = entry["type"] == "directory" or str(entry["name"]).endswith("/")
-            if name and name[0] != "." and posixpath.dirname(_path(str(entry["name"])).rstrip("/")).endswith(
-                    _bare(address)):                      # a page may have links to anywhere
-                names.append((name, is_folder))
-                if not is_folder and entry.get("size") is not None:
-                    self._stats[f"{folder}/{name}" if folder else name] = _stat(entry)
-        return sorted(set(names))
+        address = self._address(folder).rstrip("/")
+        names = set()
+        listed = f"{address}/" if self._store.of_the_web else address          # a page of links
+        for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
+            path = _path(str(entry["name"]))
+            place, _, name = path.rstrip("/").rpartition("/")
+            if not name or name[0] == "." or not place.endswith(address.partition("://")[2]):
+                continue                                  # a page may have links to anywhere
+            is_folder, known = path.endswith("/") or entry["type"] == "directory", f"{folder}/{name}".lstrip("/")
+            names.add((name, is_folder))
+            if is_folder:
+                self._folders.add(known)
+            elif entry.get("size") is not None:
+                self._stats[known] = _stat(entry)
+        return sorted(names)
 
     def stat(self, name: str) -> Stat:
+        if name in self._folders:                         # it changes when files come or go
+            return Stat(0, blake2b(repr(self.names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
             address = self._address(name)
             self._stats[name] = _stat(self._store.ask(address, lambda: self._store.system().info(address)), address)
@@ -214,11 +192,11 @@ class RemoteFiles(Files):
             return self._part(name, start, stop, start, stop)
 
     def _address(self, name: str) -> str:
-        if self._addresses:
+        if self._addresses and name:
             if name not in self._addresses:
                 raise FileNotFoundError(errno.ENOENT, "is not among the addresses of data.path", name)
             return self._addresses[name]
-        return f"{self.root}/{name}"
+        return f"{self.root}/{name}" if name else self.root
 
 
 class _Blocks(io.RawIOBase):
@@ -257,6 +235,19 @@ def _read_ahead(tasks: queue.Queue) -> None:
             read(place)
 
 
+def _taken_apart(root: str) -> tuple[str, dict[str, str]]:
+    """The folder that all addresses have in common, and the address of each name in it; {} for a folder itself."""
+    addresses = _SEVERAL.split(root)
+    base = base_of(root)
+    if len(addresses) == 1 and base != root:
+        return base, {name: f"{base}/{name}" for name in expanded(root)} if "{" in root else {}
+    if len(addresses) == 1 and not _path(root).lower().endswith(_FILES):
+        return root.rstrip("/"), {}
+    paths = [_path(address) for address in addresses]
+    base = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
+    return base, {path[len(base):].lstrip("/"): address for path, address in zip(paths, addresses)}
+
+
 def _stat(entry: dict[str, Any], address: str = "") -> Stat:
     if entry["type"] == "directory":
         return Stat(0, "")
@@ -273,10 +264,6 @@ def _key(address: str, version: str, start: int, stop: int) -> str:
 def _path(address: str) -> str:
     """An address without the part after ?, which signs or chooses a version."""
     return address.partition("?")[0] if address.startswith("http") else address
-
-
-def _bare(address: str) -> str:
-    return address.partition("://")[2].rstrip("/")
 
 
 def _own_folder() -> str:

@@ -10,6 +10,7 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.layouts.base import Request
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
@@ -49,7 +50,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  index=data.index, run=run)
+                  index=data.index, run=run, request=Request(SUFFIXES, cache=data.cache))
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)

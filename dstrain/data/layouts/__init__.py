@@ -2,19 +2,22 @@
 
 from pathlib import Path
 
-from dstrain.data.files import Files, LocalFiles
+from dstrain.data.files import Files, base_of
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.hub import HUB, HubTables
+from dstrain.data.layouts.hugging_face import ArrowTables, ParquetTables
+from dstrain.data.remote import files_at, is_address
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Folders,)
+LAYOUTS: tuple[type[Layout], ...] = (HubTables, ArrowTables, ParquetTables, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
-    if not Path(path).exists():
+    if not (is_address(path) or path.startswith(HUB) or Path(base_of(path)).exists()):
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
-    return LocalFiles(path)
+    return files_at(path, request.cache)
 
 
 def recognised(path: str, files: Files, request: Request) -> Layout:

@@ -1,9 +1,8 @@
-"""Hugging Face's data sets: what `save_to_disk` writes, Arrow files, parquet shards, and names of the hub.
+"""Hugging Face's data sets on a disk or at an address: what `save_to_disk` writes, Arrow files, parquet shards.
 
     FOLDER/state.json, data-00000-of-00002.arrow                of Dataset.save_to_disk
     FOLDER/dataset_dict.json, train/..., test/...               of DatasetDict.save_to_disk
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
-    hf-dataset:USER/NAME or hf-dataset:USER/NAME:SPLIT          from the hub by `datasets`, offline from its cache
 
 Where there are splits, the data are train, and held out is validation or test. pyarrow reads all of them and knows the
 columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.
@@ -16,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ import pyarrow as pa
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.arrow_files import MAX_GROUP, ArrowFile, ParquetRows, value_at, values_of
-from dstrain.data.layouts.base import Layout, Place, Request, Sample
-from dstrain.data.layouts.table_columns import columns_of, image_columns
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
+from dstrain.data.layouts.table_columns import Columns, columns_of, image_columns
 from dstrain.recipe import ConfigError
 
-HUB = "hf-dataset:"
-_SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
+SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
            "val": "validation", "dev": "validation", "test": "test"}         # words in names of files
 _UNSEEN = ("validation", "test")
+_TRIED = 8                                 # folders of each, before it is known that the data are such files
 _DEEP = 3                                  # folders below each other in which files are looked for
 _MAPPED = 256                              # Arrow files that a worker keeps open
 _ROW = 1 << 24                             # rows of a record batch or row group; above them the place of that
@@ -57,15 +57,25 @@ class Tables(Layout):
         self._open: OrderedDict[Any, Any] = OrderedDict()               # of this process: files, or rows
         self._lock = threading.Lock()
 
+    @cached_property
+    def columns(self) -> Columns:
+        return columns_of(self._schema(self._chosen()[0]), self.request, self.root)
+
     def parts(self) -> list[str]:
+        self.classes = self.columns.classes
+        return self._chosen()
+
+    def _chosen(self) -> list[str]:
         splits = self._splits()
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
             raise ConfigError(f"{self.request.key}={self.root} has the splits {', '.join(sorted(splits))}, and no "
                               "train: name the files of one of them, such as FOLDER/data/test-*.parquet")
-        self.columns = columns_of(self._schema(chosen[0]), self.request, self.root)
-        self.classes = self.columns.classes
         return chosen
+
+    def watched(self) -> list[str]:
+        parts = self.parts()
+        return [*sorted({"", *(part.rpartition("/")[0] for part in parts)}), *parts]
 
     def unseen(self) -> str | None:
         splits = self._splits()
@@ -77,7 +87,7 @@ class Tables(Layout):
         splits: dict[str, list[str]] = {}
         for name in files_below(self.files, self.suffix, _pattern(self.root)):
             words = re.split(r"[^a-z]+", name.lower()) if _pattern(self.root) is None else ()
-            splits.setdefault(next((_SPLITS[word] for word in words if word in _SPLITS), ""), []).append(name)
+            splits.setdefault(next((SPLITS[word] for word in words if word in SPLITS), ""), []).append(name)
         return {name: files for name, files in splits.items() if name} or splits
 
     def _path_of(self, split: str, names: list[str]) -> str:
@@ -114,7 +124,7 @@ class Tables(Layout):
         path = value.get("path") if isinstance(value, dict) else None
         if not path or not isinstance(self.files, LocalFiles):
             raise ConfigError("has neither bytes nor a file on this machine")
-        return Path(self.root, path)
+        return Path(self.files.root, path)
 
     @property
     def _read_columns(self) -> list[str]:
@@ -129,13 +139,13 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return _of_images(request) and next(files_below(files, cls.suffix, _pattern(root)), None) is not None
+        return of_images(request) and _first_below(files, cls.suffix, _pattern(root)) is not None
 
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.names()}
         if "dataset_dict.json" in names:
             splits = self._json("dataset_dict.json", "splits")
-            return {_SPLITS.get(str(name).lower(), str(name)): self._saved(f"{name}/") for name in splits}
+            return {SPLITS.get(str(name).lower(), str(name)): self._saved(f"{name}/") for name in splits}
         return {"": self._saved("")} if "state.json" in names else super()._splits()
 
     def _path_of(self, split: str, names: list[str]) -> str:
@@ -183,33 +193,6 @@ class ArrowTables(Tables):
             return self._open[part]
 
 
-class HubTables(ArrowTables):
-    """A data set of the hub, which `datasets` downloads into its own cache as Arrow files; each machine has its own."""
-
-    kind = "hf-dataset:USER/NAME"
-
-    def __init__(self, root: str, files: Files, request: Request) -> None:
-        self._by_split = hub_files(root, request)
-        names = [name for split in self._by_split.values() for name in split]
-        super().__init__(root, LocalFiles(os.path.commonpath([os.path.dirname(name) for name in names])), request)
-
-    @classmethod
-    def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return root.startswith(HUB) and _of_images(request)
-
-    def _splits(self) -> dict[str, list[str]]:
-        return {name: [os.path.relpath(path, self.files.root) for path in paths]
-                for name, paths in self._by_split.items()}
-
-    def _path_of(self, split: str, names: list[str]) -> str:
-        return f"{self.root}:{split}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if not os.path.isdir(self.files.root):             # this is another machine
-            self._by_split = hub_files(self.root, self.request)
-
-
 class ParquetTables(Tables):
     """`offset` and `size` are the bytes of an image that is stored as it is; else size is -1 and `offset` a row in a
     row group: group * 2^24 + row.
@@ -220,7 +203,7 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        first = next(files_below(files, cls.suffix, _pattern(root)), None) if _of_images(request) else None
+        first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
         return first is not None and bool(image_columns(ParquetRows(files, first).schema, request))
 
     def _schema(self, part: str) -> pa.Schema:
@@ -286,11 +269,7 @@ def bytes_of(value: Any) -> bytes | None:
 def files_below(files: Files, suffix: str, pattern: str | None = None, folder: str = "",
                 deep: int = _DEEP) -> Iterator[str]:
     """The files with a suffix, in the order of their names; `pattern`: those directly in the folder that it fits."""
-    try:
-        names = files.names(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for name, is_folder in names:
+    for name, is_folder in files.names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder and deep and pattern is None:
             yield from files_below(files, suffix, None, path, deep - 1)
@@ -298,25 +277,22 @@ def files_below(files: Files, suffix: str, pattern: str | None = None, folder: s
             yield path
 
 
-def hub_files(root: str, request: Request) -> dict[str, list[str]]:
-    """The Arrow files of each split of a data set of the hub, downloaded where they are not in the cache yet."""
-    name, _, split = root.removeprefix(HUB).partition(":")
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"{request.key}={root} needs datasets: pip install 'dstrain[hf]'") from None
-    try:
-        data = datasets.load_dataset(name, split=split or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{request.key}={root} cannot be loaded ({text}): without a network only what `datasets` has "
-                          "in its cache is there; give a folder of parquet files, or what save_to_disk wrote") from None
-    splits = {split: data} if split else dict(data)
-    return {_SPLITS.get(name.lower(), name): [entry["filename"] for entry in part.cache_files]
-            for name, part in splits.items()}
+def _first_below(files: Files, suffix: str, pattern: str | None, folder: str = "", deep: int = _DEEP) -> str | None:
+    """A file with a suffix, looked for in some folders and some names of each: the data may be anything, and large."""
+    if folder:
+        names = files.names(folder) if files.far else peek(LocalFiles(Path(files.root, folder)))
+    else:
+        names = peek(files)
+    for name, is_folder in names:
+        if not is_folder and name.lower().endswith(suffix) and (pattern is None or fnmatch(name, pattern)):
+            return f"{folder}/{name}".lstrip("/")
+    folders = [name for name, is_folder in names if is_folder][:_TRIED] if deep and pattern is None else []
+    found = (_first_below(files, suffix, None, f"{folder}/{name}".lstrip("/"), deep - 1) for name in folders)
+    return next(filter(None, found), None)
 
 
-def _of_images(request: Request) -> bool:
+def of_images(request: Request) -> bool:
+    """Whether images are wanted, and not clips."""
     return ".png" in request.suffixes
 
 
