@@ -106,9 +106,9 @@ class ParquetRows:
         self.files, self.name = files, name
         try:
             self._file = pq.ParquetFile(files.open(name))
+        except (ConfigError, NotRead):                                 # of the store, not of the file
+            raise
         except (pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, NotRead):
-                raise
             raise self._broken(error) from None
         self.schema, self._metadata = self._file.schema_arrow, self._file.metadata
 
@@ -119,9 +119,9 @@ class ParquetRows:
         """Some columns of a row group, some rows at a time."""
         try:
             yield from self._file.iter_batches(_BATCH, row_groups=[group], columns=columns, use_threads=False)
+        except NotRead:
+            raise
         except (pa.ArrowException, OSError) as error:
-            if isinstance(error, NotRead):
-                raise
             raise self._broken(error) from None
 
     def plain(self, group: int, column: str) -> "PlainChunk | None":
