@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
-
 _T = TypeVar("_T")
 _MOST_NAMES = 1_000_000                    # that a pattern stands for
 
@@ -52,16 +51,28 @@ class Files(ABC):
 
 
 class LocalFiles(Files):
-    """A folder, or a single file, on this machine; of a file, its own name is the only one below the root."""
+    """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
+
+    single: the name of a single file, which is the only one below the root. Of a pattern, names are relative to the
+    last folder before its first brace or star, and whether the files are there shows when they are read.
+    """
 
     def __init__(self, root: str | Path) -> None:
-        path = Path(root if os.path.exists(root) else base_of(str(root)))
-        self.single = path.name if path.is_file() else None
-        self.root = str(path.parent if self.single else path)
+        path = str(root)
+        self.single = os.path.basename(path) if os.path.isfile(path) else None
+        self.listed: list[str] = [self.single] if self.single else []
+        self.root = os.path.dirname(path) if self.single else path
+        base = before_pattern(path)
+        if base is not None and not os.path.exists(path):
+            self.root = base
+            self.listed = [name[len(base):].lstrip("/") for name in expanded(path)] if "{" in path else []
+        self.root = str(Path(self.root))
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
-        if self.single is not None:
-            return [(self.single, False)]
+        if self.listed:
+            start = len(folder) + 1 if folder else 0
+            below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
+            return sorted({(name.split("/")[0], "/" in name) for name in below})
         with os.scandir(os.path.join(self.root, folder)) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if entry.name[0] != ".")
 
@@ -88,33 +99,28 @@ class LocalFiles(Files):
         return Path(self.root, name)
 
 
-def base_of(root: str) -> str:
-    """The folder below which all names of a pattern stand, shards/{00..99}.tar or data/train-*.parquet; any other root
-    as it is.
-    """
-    pattern = re.search(r"[{*]", root)
-    return (root[:pattern.start()].rpartition("/")[0] or ".") if pattern else root
+def before_pattern(path: str) -> str | None:
+    """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
+    place = re.search(r"[{*]", path)
+    return path[:place.start()].rpartition("/")[0] if place else None
 
 
 def expanded(pattern: str) -> list[str]:
-    """The names that a pattern stands for, relative to `base_of`: {000..127} and {a,b}, as a shell has them.
+    """What a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
 
-    ConfigError: a brace without its other one, or more than a million names.
+    ConfigError: a brace without its other one, no names, or more than a million.
     """
-    start = pattern[:pattern.index("{")].rpartition("/")[0] if "{" in pattern else ""
-    names = [pattern[len(start) + 1:] if start else pattern]
+    names = [pattern]
     while brace := re.search(r"\{([^{}]*)\}", names[0]):
         first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
         padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
         width = max(len(first), len(last)) if padded else 1
-        choices = range(int(first), int(last) + 1) if first else brace[1].split(",")
-        if len(choices) * len(names) > _MOST_NAMES:
-            raise ConfigError(f"{pattern}: stands for more than {_MOST_NAMES:,} names")
-        words = [f"{choice:0{width}}" for choice in choices] if first else list(choices)
+        numbers = range(int(first), int(last) + 1) if first else ()
+        words = [f"{number:0{width}}" for number in numbers[:_MOST_NAMES + 1]] if first else brace[1].split(",")
+        if not 0 < len(words) * len(names) <= _MOST_NAMES:
+            raise ConfigError(f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
+                              "range as {00000..00099}, the smaller number first, or a list as {a,b}")
         names = [name.replace(brace[0], word, 1) for name in names for word in words]
-        if not names:
-            break
-    if not names or "{" in names[0] or "}" in names[0]:
-        raise ConfigError(f"{pattern}: stands for no names: write a range as {{00000..00099}}, the smaller first, or a "
-                          "list as {a,b}")
+    if "{" in names[0] or "}" in names[0]:
+        raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
     return names

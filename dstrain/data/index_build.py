@@ -2,6 +2,7 @@
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
+    FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
 FOLDER is data.index, else `index` in the folder of the run, else of the user's cache. Without data.index, fewer than
@@ -84,6 +85,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
     if found is not None:
         return found
     layout = recognised(path, files, request)
+    layout.prepare(_unpacked(folder))
     if kept is None and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
@@ -112,6 +114,10 @@ def _building(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
 
 
+def _unpacked(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unpacked")
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index."""
@@ -135,8 +141,11 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     kinds = {kind.__name__: kind for kind in LAYOUTS}
     if not watched or index.header["layout"] not in kinds:
         return None
-    layout = kinds[index.header["layout"]](path, files, request)
+    if not (kind := kinds[index.header["layout"]]).recognises(path, files, request):
+        return None
+    layout = kind(path, files, request)
     layout.classes = index.classes
+    layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
@@ -155,6 +164,8 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
                 return list(layout.files.stat(name))
             status = os.stat(name.partition("=")[2])
             return [status.st_size, str(status.st_mtime_ns)]
+        except NotRead:
+            raise
         except OSError:
             return [-1, ""]
     return list(of_each(stat, names))

@@ -12,7 +12,7 @@ from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
 from dstrain.data.layouts.base import Layout
 from dstrain.data.source import Source
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
 
@@ -137,5 +137,7 @@ class Indexed(Source):
     def _size(self, name: str) -> int:
         try:
             return self.layout.files.stat(name).size
+        except NotRead:
+            raise
         except OSError:
             return -1

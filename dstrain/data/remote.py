@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.cache import DiskCache
-from dstrain.data.files import Files, LocalFiles, Stat, base_of, expanded
+from dstrain.data.files import Files, LocalFiles, Stat, before_pattern, expanded
 from dstrain.data.stores import NoRanges, Store
 from dstrain.recipe import Cache, ConfigError
 
@@ -237,14 +237,13 @@ def _read_ahead(tasks: queue.Queue) -> None:
 
 def _taken_apart(root: str) -> tuple[str, dict[str, str]]:
     """The folder that all addresses have in common, and the address of each name in it; {} for a folder itself."""
-    addresses = _SEVERAL.split(root)
-    base = base_of(root)
-    if len(addresses) == 1 and base != root:
-        return base, {name: f"{base}/{name}" for name in expanded(root)} if "{" in root else {}
-    if len(addresses) == 1 and not _path(root).lower().endswith(_FILES):
-        return root.rstrip("/"), {}
+    base = before_pattern(root)
+    addresses = expanded(root) if "{" in root else _SEVERAL.split(root)
+    if len(addresses) == 1 and (base is not None or not _path(root).lower().endswith(_FILES)):
+        return (base or root).rstrip("/"), {}
     paths = [_path(address) for address in addresses]
-    base = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
+    if base is None:
+        base = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
     return base, {path[len(base):].lstrip("/"): address for path, address in zip(paths, addresses)}
 
 

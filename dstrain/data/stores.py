@@ -26,6 +26,10 @@ class NoRanges(Exception):
     """A server sends whole files alone."""
 
 
+class Missing(ConfigError, FileNotFoundError):
+    """There is no such object at an address: a layout may look for one, and a user may have named one."""
+
+
 class Store:
     """What answers to one scheme: s3, gs, hf, http or https. Connections are not pickled."""
 
@@ -91,7 +95,7 @@ def _translated(error: Exception, address: str, refused: type[Exception]) -> Exc
     if "range requests" in text:
         return NoRanges()
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return ConfigError(f"{address}: the store has no such object, folder or bucket: correct the address")
+        return Missing(f"{address}: the store has no such object, folder or bucket: correct the address")
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in text:
         return refused(f"{address}: the store refuses it ({text}): give credentials that may read it, by "
                        f"{_CREDENTIALS[address.partition('://')[0].replace('https', 'http')]}")

@@ -2,20 +2,32 @@
 
 from pathlib import Path
 
-from dstrain.data.files import Files, base_of
+from dstrain.data.files import Files, before_pattern
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.beside import Beside
+from dstrain.data.layouts.cifar import Cifar
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.hub import HUB, HubTables
 from dstrain.data.layouts.hugging_face import ArrowTables, ParquetTables
+from dstrain.data.layouts.idx import Idx
+from dstrain.data.layouts.imagenet import AllFiles, FlatVal, ListedFolders
+from dstrain.data.layouts.lists import Metadata, TableList
+from dstrain.data.layouts.lmdbs import Lmdbs
+from dstrain.data.layouts.npz import Npz
+from dstrain.data.layouts.tars import Tars
+from dstrain.data.layouts.video_lists import PathList, WebVid
+from dstrain.data.layouts.zips import Zips
 from dstrain.data.remote import files_at, is_address
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (HubTables, ArrowTables, ParquetTables, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (
+    HubTables, Tars, Zips, Npz, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables, WebVid, TableList, PathList, Metadata,
+    Beside, FlatVal, AllFiles, ListedFolders, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
-    if not (is_address(path) or path.startswith(HUB) or Path(base_of(path)).exists()):
+    if not (is_address(path) or path.startswith(HUB) or "{" in path or Path(before_pattern(path) or path).exists()):
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
     return files_at(path, request.cache)
 

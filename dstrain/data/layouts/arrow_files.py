@@ -14,7 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dstrain.data.files import Files
+from dstrain.data.layouts.table_columns import columns_of, image_columns
 from dstrain.recipe import ConfigError, NotRead
+
+__all__ = ["ArrowFile", "ParquetRows", "columns_of", "image_columns", "value_at", "values_of"]
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"        # of a stream
 MAX_GROUP = 1 << 31                        # bytes of a record batch, or of a column in a row group

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from dstrain.data.files import Files, LocalFiles
-from dstrain.recipe import Cache
+from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096                             # names of a folder by which its form is judged
 
@@ -49,7 +49,7 @@ class Request:
     captions_file: str | None = None       # data.captions
     labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
     class_list: str | None = None          # data.class_list: a file with a class (synset) a line
-    columns: dict[str, str] = field(default_factory=dict)   # data.columns of tables: path, image, label, caption
+    columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
     cache: Cache = field(default_factory=Cache)             # data.cache, of data at an address
 
 
@@ -114,10 +114,21 @@ class Layout(ABC):
 
 def peek(files: Files) -> list[tuple[str, bool]]:
     """As `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none."""
-    if not isinstance(files, LocalFiles) or files.single is not None:
+    if not isinstance(files, LocalFiles) or files.listed:
         return files.names()
     try:
         with os.scandir(files.root) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
     except OSError:
         return []
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file or a folder is there."""
+    try:
+        files.stat(name)
+        return True
+    except NotRead:
+        raise
+    except OSError:
+        return False

@@ -19,13 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from dstrain.data.files import Files, LocalFiles
-from dstrain.data.layouts.arrow_files import MAX_GROUP, ArrowFile, ParquetRows, value_at, values_of
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
-from dstrain.data.layouts.table_columns import Columns, columns_of, image_columns
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
            "val": "validation", "dev": "validation", "test": "test"}         # words in names of files
@@ -58,8 +54,8 @@ class Tables(Layout):
         self._lock = threading.Lock()
 
     @cached_property
-    def columns(self) -> Columns:
-        return columns_of(self._schema(self._chosen()[0]), self.request, self.root)
+    def columns(self) -> Any:
+        return _arrow().columns_of(self._schema(self._chosen()[0]), self.request, self.root)
 
     def parts(self) -> list[str]:
         self.classes = self.columns.classes
@@ -98,7 +94,7 @@ class Tables(Layout):
             common += f"*{self.suffix}"
         return f"{place}/{common}" if common else place
 
-    def _schema(self, part: str) -> pa.Schema:
+    def _schema(self, part: str) -> Any:
         raise NotImplementedError
 
     def _sample(self, place: Place, row: dict[str, Any]) -> Sample:
@@ -164,11 +160,13 @@ class ArrowTables(Tables):
             if not isinstance(content, list) or not content:
                 raise ValueError(f"{key} is no list")
             return content
+        except NotRead:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.request.key}={self.root}: {name} cannot be read ({error}): save the data anew "
                               "with save_to_disk") from None
 
-    def _schema(self, part: str) -> pa.Schema:
+    def _schema(self, part: str) -> Any:
         return self._file(part).schema
 
     def samples(self, part: str) -> Iterator[Sample]:
@@ -176,7 +174,7 @@ class ArrowTables(Tables):
             kept = [batch.schema.get_field_index(name) for name in self._read_columns]
             if -1 in kept or batch.schema.get_field_index(self.columns.image) < 0:
                 raise ConfigError(f"{self.request.key}={self.root}: {part} has other columns than the first file")
-            for row, values in enumerate(values_of(batch.select(kept))):
+            for row, values in enumerate(_arrow().values_of(batch.select(kept))):
                 yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
 
     def read(self, place: Place) -> bytes | Path:
@@ -184,10 +182,10 @@ class ArrowTables(Tables):
         file = self._file(place.name.rsplit("/", 2)[0])
         return self._image(file.row(at * 8, row, self.columns.image).as_py())
 
-    def _file(self, part: str) -> ArrowFile:
+    def _file(self, part: str) -> Any:
         with self._lock:
             if part not in self._open:
-                self._open[part] = ArrowFile(self.files.local(part), part)
+                self._open[part] = _arrow().ArrowFile(self.files.local(part), part)
                 if len(self._open) > _MAPPED:
                     self._open.popitem(last=False)
             return self._open[part]
@@ -204,20 +202,20 @@ class ParquetTables(Tables):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
-        return first is not None and bool(image_columns(ParquetRows(files, first).schema, request))
+        return first is not None and bool(_arrow().image_columns(_arrow().ParquetRows(files, first).schema, request))
 
-    def _schema(self, part: str) -> pa.Schema:
-        return ParquetRows(self.files, part).schema
+    def _schema(self, part: str) -> Any:
+        return _arrow().ParquetRows(self.files, part).schema
 
     def advice(self) -> str:
-        file = ParquetRows(self.files, self.parts()[0])
+        file = _arrow().ParquetRows(self.files, self.parts()[0])
         size, is_plain = file.stored(self.columns.image)
         return "" if is_plain or size < _HUGE else (
             f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of one: "
             "launch/pack.py writes them as shards that are read sample by sample")
 
     def samples(self, part: str) -> Iterator[Sample]:
-        file, image, count = ParquetRows(self.files, part), self.columns.image, 0
+        file, image, count = _arrow().ParquetRows(self.files, part), self.columns.image, 0
         missing = {image, *self._read_columns} - set(file.schema.names)
         if missing:
             raise ConfigError(f"{self.request.key}={self.root}: {part} has no column {', '.join(sorted(missing))}, as "
@@ -225,9 +223,9 @@ class ParquetTables(Tables):
         for group in range(len(file)):
             chunk, row = file.plain(group, image), 0
             for batch in file.rows(group, [*self._read_columns, *([image] if chunk else [])] or [image]):
-                for number, values in enumerate(values_of(batch.select(self._read_columns))):
+                for number, values in enumerate(_arrow().values_of(batch.select(self._read_columns))):
                     offset, size = group * _ROW + row, -1
-                    content = bytes_of(value_at(batch.column(image), number).as_py()) if chunk else None
+                    content = bytes_of(_arrow().value_at(batch.column(image), number).as_py()) if chunk else None
                     if content is not None:
                         at = chunk.place(content)
                         chunk = chunk if at is not None else None      # coded: the rest of the row group is, too
@@ -241,18 +239,18 @@ class ParquetTables(Tables):
             return self.files.span(part, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
         with self._lock:
-            return self._image(value_at(*self._in_batches(part, group, row)).as_py())
+            return self._image(_arrow().value_at(*self._in_batches(part, group, row)).as_py())
 
-    def _in_batches(self, part: str, group: int, row: int) -> tuple[pa.Array, int]:
+    def _in_batches(self, part: str, group: int, row: int) -> tuple[Any, int]:
         """The column of images with a row of a row group, and the row's place in it; the last row group is kept."""
         if self._open.get("group") != (part, group):
             self._open.clear()
             batches, size = [], 0
-            for batch in ParquetRows(self.files, part).rows(group, [self.columns.image]):
+            for batch in _arrow().ParquetRows(self.files, part).rows(group, [self.columns.image]):
                 batches.append(batch.column(0))
                 size += batch.nbytes
-                if size > MAX_GROUP:
-                    raise ConfigError(f"{part} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
+                if size > _arrow().MAX_GROUP:
+                    raise ConfigError(f"{part} has row groups beyond {_arrow().MAX_GROUP / 1e9:.3g} GB: write it anew")
             self._open.update(group=(part, group), batches=batches)
         for column in self._open["batches"]:
             if row < len(column):
@@ -289,6 +287,12 @@ def _first_below(files: Files, suffix: str, pattern: str | None, folder: str = "
     folders = [name for name, is_folder in names if is_folder][:_TRIED] if deep and pattern is None else []
     found = (_first_below(files, suffix, None, f"{folder}/{name}".lstrip("/"), deep - 1) for name in folders)
     return next(filter(None, found), None)
+
+
+def _arrow() -> Any:
+    """What needs pyarrow, whose import takes half a second that other data do without."""
+    from dstrain.data.layouts import arrow_files
+    return arrow_files
 
 
 def of_images(request: Request) -> bool:

@@ -25,9 +25,9 @@ class Columns(NamedTuple):
 def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
     """Which columns are read. ConfigError: there are none for what is wanted, or several, or one that is named is not.
     """
-    where, chosen = f"{request.key}={root}", request.columns
-    if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names.split(",")
-                   if name not in schema.names]:
+    where = f"{request.key}={root}"
+    chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
+    if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names if name not in schema.names]:
         raise ConfigError(f"{where} has no column {', '.join(unknown)} of data.columns; it has "
                           f"{', '.join(schema.names)}")
     images = image_columns(schema, request)
@@ -38,7 +38,7 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
     features = _features(schema)
     of_classes = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"
                   and name in schema.names]
-    label = chosen.get("label") or next((name for name in _LABELS if name in schema.names), None)
+    label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)
     label = label or (of_classes[0] if len(of_classes) == 1 else None)
     if request.labels == "none" or label is not None and not _is_label(schema.field(label).type):
         if "label" in chosen and request.labels != "none":
@@ -47,7 +47,7 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
         label = None
     names = features.get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
-    captions = tuple(filter(None, chosen.get("caption", "").split(","))) or tuple(
+    captions = tuple(chosen.get("caption", ())) or tuple(
         name for name in _CAPTIONS if name in schema.names and _is_text(schema.field(name).type))[:1]
     return Columns(images[0], label, captions if request.captions else (), classes)
 
