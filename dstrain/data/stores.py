@@ -88,8 +88,8 @@ class Store:
 
 def _translated(error: Exception, address: str, refused: type[Exception]) -> Exception:
     """A library's error as ConfigError or `refused` (the user's to mend), as OSError EIO (asked again), or as it is."""
-    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__                           # fsspec calls whatever a web server says "not found"
+    if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__                           # fsspec calls whatever a web server answers "not found"
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if "range requests" in text:

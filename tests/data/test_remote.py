@@ -1,19 +1,22 @@
 """Data at an address: a web server with ranges, one that fails, the cache on a disk, and what the errors say."""
 
+import io
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dstrain.data import remote, storage
+from dstrain.data import storage
 from dstrain.data.batches import Batches
 from dstrain.data.cache import DiskCache
 from dstrain.data.images import open_images
@@ -165,6 +168,24 @@ def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):    # noqa:
         source.layout.files.stat(ballast.name)
         same(source, plain)
         assert min(path.stat().st_size for path in entries(cache)) < 10_000    # samples, and no blocks
+
+
+def test_containers_at_an_address(web, cache, plain):                    # noqa: F811
+    """Oracle: the plain folder: tar shards by a pattern, and a zip file, read by ranges."""
+    paths = sorted(plain.rglob("*.png"))
+    for number in range(2):
+        with tarfile.open(web.folder / f"shard-{number}.tar", "w") as shard:
+            for place, path in enumerate(paths[11 * number:11 * number + 11], 11 * number):
+                shard.add(path, f"{place:03}.png")
+                label = tarfile.TarInfo(f"{place:03}.cls")
+                label.size = 2
+                shard.addfile(label, io.BytesIO(path.parent.name.encode()))
+    with zipfile.ZipFile(web.folder / "all.zip", "w") as archive:
+        for path in paths:
+            archive.write(path, path.relative_to(plain).as_posix())
+    request = Request(SUFFIXES, cache=cache)
+    for address in ("shard-{0..1}.tar", "all.zip"):
+        same(open_images(f"{web.address}/{address}", 16, request=request), plain)
 
 
 def test_batches_by_workers_are_read_ahead(web, cache, plain):           # noqa: F811

@@ -14,15 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dstrain.data.files import Files
-from dstrain.data.layouts.table_columns import columns_of, image_columns
 from dstrain.recipe import ConfigError, NotRead
 
-__all__ = ["ArrowFile", "ParquetRows", "columns_of", "image_columns", "value_at", "values_of"]
-
 _END = b"\xff\xff\xff\xff\0\0\0\0"        # of a stream
-MAX_GROUP = 1 << 31                        # bytes of a record batch, or of a column in a row group
+MAX_GROUP = 1 << 30                        # bytes of a column in a row group, which a worker holds
 _MAGIC = b"ARROW1\0\0"                     # before the stream in a file with a footer
-_BATCH = 256                               # rows of a parquet file that are decoded at a time
+_BATCH = 256                               # rows of a parquet file that are decoded at a time, at most
+_LARGEST = 1 << 26                         # bytes that these rows have, where each is the largest that there may be
 _SEARCHED = 64                             # bytes of a value that are searched for, before all of it is compared
 
 
@@ -103,7 +101,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 class ParquetRows:
-    """A parquet file. ConfigError: it is none, or is cut off or damaged, or has row groups beyond 2 GB."""
+    """A parquet file. ConfigError: it is none, or is cut off or damaged, or has row groups beyond 1 GB."""
 
     def __init__(self, files: Files, name: str) -> None:
         self.files, self.name = files, name
@@ -119,9 +117,11 @@ class ParquetRows:
         return self._metadata.num_row_groups
 
     def rows(self, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Some columns of a row group, some rows at a time."""
+        """Some columns of a row group, some rows at a time; a dictionary may make a row as large as its column."""
+        size = sum(chunk.total_uncompressed_size for chunk in self._chunks(group, columns))
+        batch = max(1, min(_BATCH, _LARGEST // max(size, 1)))
         try:
-            yield from self._file.iter_batches(_BATCH, row_groups=[group], columns=columns, use_threads=False)
+            yield from self._file.iter_batches(batch, row_groups=[group], columns=columns, use_threads=False)
         except NotRead:
             raise
         except (pa.ArrowException, OSError) as error:
@@ -129,13 +129,11 @@ class ParquetRows:
 
     def plain(self, group: int, column: str) -> "PlainChunk | None":
         """The bytes of a column in a row group, if they are stored as they are."""
-        row_group = self._metadata.row_group(group)
-        for number in range(row_group.num_columns):
-            chunk = row_group.column(number)
-            if chunk.path_in_schema.split(".")[0] != column or chunk.physical_type != "BYTE_ARRAY":
+        for chunk in self._chunks(group, [column]):
+            if chunk.physical_type != "BYTE_ARRAY":
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
-                raise ConfigError(f"{self.name} has row groups of {chunk.total_uncompressed_size / 1e9:.3g} GB, of "
+                raise ConfigError(f"{self.name} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
                                   "which each worker would hold one: write it anew with row groups of some 100 rows")
             if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 return None
@@ -145,10 +143,14 @@ class ParquetRows:
 
     def stored(self, column: str) -> tuple[int, bool]:
         """Bytes of a column in the first row group, decoded, and whether its values stand there as they are."""
-        row_group = self._metadata.row_group(0) if len(self) else None
-        chunks = [row_group.column(number) for number in range(row_group.num_columns)] if row_group else []
-        own = [chunk for chunk in chunks if chunk.path_in_schema in (column, f"{column}.bytes")]
+        own = [chunk for chunk in self._chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
         return sum(chunk.total_uncompressed_size for chunk in own), all(c.compression == "UNCOMPRESSED" for c in own)
+
+    def _chunks(self, group: int, columns: list[str]) -> list[pq.ColumnChunkMetaData]:
+        """What the footer says of some columns of a row group; of a struct there is one for each of its members."""
+        row_group = self._metadata.row_group(group) if group < len(self) else None
+        chunks = [row_group.column(number) for number in range(row_group.num_columns)] if row_group else []
+        return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
     def _broken(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.name} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is cut "

@@ -30,7 +30,7 @@ _TRIED = 8                                 # folders of each, before it is known
 _DEEP = 3                                  # folders below each other in which files are looked for
 _MAPPED = 256                              # Arrow files that a worker keeps open
 _ROW = 1 << 24                             # rows of a record batch or row group; above them the place of that
-_HUGE = 32 << 20                           # bytes of a row group above which random order is worth a warning
+_HUGE = 4 << 20                            # bytes of a row group above which random order is worth a warning
 
 
 class Tables(Layout):
@@ -55,7 +55,8 @@ class Tables(Layout):
 
     @cached_property
     def columns(self) -> Any:
-        return _arrow().columns_of(self._schema(self._chosen()[0]), self.request, self.root)
+        from dstrain.data.layouts.table_columns import columns_of
+        return columns_of(self._schema(self._chosen()[0]), self.request, self.root)
 
     def parts(self) -> list[str]:
         self.classes = self.columns.classes
@@ -202,7 +203,10 @@ class ParquetTables(Tables):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
-        return first is not None and bool(_arrow().image_columns(_arrow().ParquetRows(files, first).schema, request))
+        if first is None:
+            return False
+        from dstrain.data.layouts.table_columns import image_columns
+        return bool(image_columns(_arrow().ParquetRows(files, first).schema, request))
 
     def _schema(self, part: str) -> Any:
         return _arrow().ParquetRows(self.files, part).schema
@@ -222,7 +226,7 @@ class ParquetTables(Tables):
                               f"the first file has; it has {', '.join(file.schema.names)}")
         for group in range(len(file)):
             chunk, row = file.plain(group, image), 0
-            for batch in file.rows(group, [*self._read_columns, *([image] if chunk else [])] or [image]):
+            for batch in file.rows(group, [*self._read_columns, *([image] if chunk else [])]):
                 for number, values in enumerate(_arrow().values_of(batch.select(self._read_columns))):
                     offset, size = group * _ROW + row, -1
                     content = bytes_of(_arrow().value_at(batch.column(image), number).as_py()) if chunk else None
