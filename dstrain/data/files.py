@@ -115,12 +115,12 @@ def expanded(pattern: str) -> list[str]:
         first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
         padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
         width = max(len(first), len(last)) if padded else 1
-        numbers = range(int(first), int(last) + 1) if first else ()
-        words = [f"{number:0{width}}" for number in numbers[:_MOST_NAMES + 1]] if first else brace[1].split(",")
+        words = range(int(first), int(last) + 1) if first else brace[1].split(",")
         if not 0 < len(words) * len(names) <= _MOST_NAMES:
             raise ConfigError(f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
                               "range as {00000..00099}, the smaller number first, or a list as {a,b}")
-        names = [name.replace(brace[0], word, 1) for name in names for word in words]
+        names = [name.replace(brace[0], word, 1) for name in names
+                 for word in (f"{word:0{width}}" if first else word for word in words)]
     if "{" in names[0] or "}" in names[0]:
         raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
     return names

@@ -90,19 +90,17 @@ def _directory_place(file: BinaryIO, length: int) -> tuple[int, int, int]:
     place = tail.rfind(b"PK\5\6")
     if place < 0 or len(tail) - place < _END.size:
         raise ConfigError("it is no zip file, or a truncated one: its directory, at its end, is missing")
-    _, disk, _, _, entries, size, offset, _ = _END.unpack_from(tail, place)
+    _, disk, _, _, _, size, offset, _ = _END.unpack_from(tail, place)
     end = length - len(tail) + place
-    if 0xFFFF in (disk, entries) or 0xFFFFFFFF in (size, offset):
-        file.seek(max(0, end - _LOCATOR.size))
-        locator = file.read(_LOCATOR.size)
-        if locator[:4] == b"PK\6\7":
-            _, _, record, _ = _LOCATOR.unpack(locator)
-            file.seek(min(record, length))
-            content = file.read(_END64.size)
-            if content[:4] != b"PK\6\6" or len(content) < _END64.size:
-                raise ConfigError("its directory is damaged")
-            _, _, _, _, disk, _, _, _, size, offset = _END64.unpack(content)
-            end = record
+    file.seek(max(0, end - _LOCATOR.size))
+    locator = file.read(_LOCATOR.size)
+    if locator[:4] == b"PK\6\7" and len(locator) == _LOCATOR.size:       # the numbers of 64 bits stand elsewhere
+        end = min(_LOCATOR.unpack(locator)[2], length)
+        file.seek(end)
+        content = file.read(_END64.size)
+        if content[:4] != b"PK\6\6" or len(content) < _END64.size:
+            raise ConfigError("its directory is damaged")
+        _, _, _, _, disk, _, _, _, size, offset = _END64.unpack(content)
     if disk:
         raise ConfigError("it is one of several that are one zip file: join them with zip -s 0 OLD.zip --out NEW.zip")
     if size > end or offset + size > end:

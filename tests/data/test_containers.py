@@ -80,10 +80,11 @@ def test_webdataset(tmp_path, plain):
     for path in (tmp_path / "shards", tmp_path / "shards" / "out-{00000..00002}.tar"):
         assert_equal(path, plain, names=False)
     source = open_images(tmp_path / "shards", 16)
-    keys = [sample["__key__"] for sample in webdataset.WebDataset([str(path) for path in sorted((tmp_path / "shards").iterdir())],
-                                                                  shardshuffle=False)]
+    theirs = webdataset.WebDataset([str(tmp_path / "shards" / path.name) for path in shards], shardshuffle=False)
+    keys = [sample["__key__"] for sample in theirs]
     assert [source.name(i).partition(".tar/")[2] for i in range(len(source))] == keys
-    captioned = open_images(tmp_path / "shards" / "out-{00001..00002}.tar", 16, request=Request(SUFFIXES, captions=True))
+    some, request = tmp_path / "shards" / "out-{00001..00002}.tar", Request(SUFFIXES, captions=True)
+    captioned = open_images(some, 16, request=request)
     assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == \
         [f"no. {i}" for i in range(5, len(files))]
     assert len(open_images(tmp_path / "shards" / "out-00002.tar", 16)) == len(files) - 10
@@ -106,7 +107,8 @@ def test_tars_of_others(tmp_path):
                                                                 ("a.tar/b/1", None, ("a text",), b"film")]
 
 
-@pytest.mark.parametrize("name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "), ("a.tar.zst", "unzstd --rm ")])
+@pytest.mark.parametrize("name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "),
+                                           ("a.tar.zst", "unzstd --rm ")])
 def test_a_compressed_tar_is_refused(tmp_path, name, command):
     """Oracle: the command that unpacks it, as its manual says."""
     (tmp_path / name).write_bytes(b"\x1f\x8b")
@@ -198,7 +200,8 @@ def test_npz(tmp_path, save, labels, monkeypatch):
     for path in unpacked:                                              # once, and anew where the file has changed
         np.testing.assert_array_equal(np.load(path), np.stack(pixels))
         save(tmp_path / "samples_10x30x40x3.npz", np.stack(pixels[::-1]))
-        assert torch.equal(open_images(tmp_path / "samples_10x30x40x3.npz", 16)[0]["image"], open_images(root, 16)[9]["image"])
+        anew = open_images(tmp_path / "samples_10x30x40x3.npz", 16)
+        assert torch.equal(anew[0]["image"], open_images(root, 16)[9]["image"])
 
 
 def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
@@ -206,9 +209,10 @@ def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
     names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     root.mkdir(parents=True)
     for name in names:
-        data, labels = draw.integers(0, 256, (20, 3072), dtype=np.uint8), draw.integers(0, 100 if hundred else 10, 20).tolist()
-        key = "fine_labels" if hundred else "labels"
-        (root / name).write_bytes(of_python_2({"data": data, key: labels, "filenames": [f"{i}.png" for i in range(20)]}))
+        data = draw.integers(0, 256, (20, 3072), dtype=np.uint8)
+        labels = draw.integers(0, 100 if hundred else 10, 20).tolist()
+        batch = {"data": data, "filenames": [f"{i}.png" for i in range(20)]}
+        (root / name).write_bytes(of_python_2(batch | {"fine_labels" if hundred else "labels": labels}))
         (root / f"{name}.bin").write_bytes(b"".join(bytes([0] * hundred + [label]) + row.tobytes()
                                                     for label, row in zip(labels, data)))
     classes = [f"class {i}" for i in range(100 if hundred else 10)]
@@ -230,8 +234,8 @@ def of_python_2(content: dict) -> bytes:
         if isinstance(item, dict):
             return b"}(" + b"".join(value(key) + value(inner) for key, inner in item.items()) + b"u"
         rows, columns = item.shape
-        return (b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M" + struct.pack("<H", rows)
-                + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R(K\x03U\x01|NNN"
+        return (b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
+                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R(K\x03U\x01|NNN"
                 b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb")
     return b"\x80\x02" + value(content) + b"."
 
@@ -287,10 +291,12 @@ def test_idx(tmp_path, below, ending, monkeypatch):
     (tmp_path / "data" / below).mkdir(parents=True)
     expected = {}
     for split, number in (("train", 30), ("test" if prefix else "t10k", 12)):
-        images, labels = draw.integers(0, 256, (number, 28, 20), dtype=np.uint8), draw.integers(0, 10, number, dtype=np.uint8)
+        images = draw.integers(0, 256, (number, 28, 20), dtype=np.uint8)
+        labels = draw.integers(0, 10, number, dtype=np.uint8)
         labels[0] = 9
         expected[split] = images, labels
-        for kind, header, array in (("images-idx3", (0x803, *images.shape), images), ("labels-idx1", (0x801, number), labels)):
+        for kind, header, array in (("images-idx3", (0x803, *images.shape), images),
+                                    ("labels-idx1", (0x801, number), labels)):
             content = struct.pack(f">{len(header)}I", *header) + array.tobytes()
             path = tmp_path / "data" / below / f"{prefix}{split}-{kind}-ubyte{ending}"
             path.write_bytes(gzip.compress(content) if ending else content)

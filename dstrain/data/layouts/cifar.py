@@ -21,7 +21,7 @@ from dstrain.recipe import ConfigError
 
 _PIXELS = 3072                             # bytes: the planes red, green and blue of 32 x 32
 _MOST = 1 << 28                            # bytes of a file
-_TEN = tuple(f"data_batch_{number}" for number in range(1, 6))
+_TEN = tuple(f"data_batch_{number}" for number in (1, 2, 3, 4, 5))
 # Folder -> training files, test file, file of the classes, bytes before the pixels of a row (None: pickles), samples.
 _FORMS = {"cifar-10-batches-py": (_TEN, "test_batch", "batches.meta", None),
           "cifar-100-python": (("train",), "test", "meta", None),

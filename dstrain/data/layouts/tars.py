@@ -21,6 +21,7 @@ from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28                        # of a member that is read
 _MOST_TEXT = 1 << 20                       # of a text that is read
+_LONGEST_LABEL = 1000                      # characters
 _MOST_HEADER = 1 << 20                     # of a long name or of further attributes
 _UNPACK = {".tar.gz": "gunzip {}", ".tgz": "gunzip {}", ".tar.bz2": "bunzip2 {}", ".tar.xz": "unxz {}",
            ".tar.zst": "unzstd --rm {}", ".tar.lz4": "unlz4 --rm {}"}
@@ -90,8 +91,8 @@ class Tars(Layout):
                 last = -1
                 for member in archive:
                     archive.members = []                               # tarfile would keep them all in memory
-                    if member.offset <= last:
-                        raise tarfile.ReadError("its headers lead backwards")
+                    if member.offset <= last or member.size < 0:
+                        raise tarfile.ReadError("a header leads backwards")
                     last = member.offset
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
@@ -102,6 +103,9 @@ class Tars(Layout):
                         sample.setdefault("place", (member.offset_data, member.size))
                     elif suffix.lower() in ("cls", "json", "txt"):
                         self._add_text(sample, suffix.lower(), file, member)
+                file.seek(archive.offset)
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
+                    raise tarfile.ReadError("it is cut off: no block of zeros ends it")
         except NotRead:
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
@@ -128,7 +132,7 @@ class Tars(Layout):
         if isinstance(fields, dict):
             label, captions = fields.get("label"), fields.get("caption")
             if wants_labels and type(label) in (int, str):
-                sample["label"] = label
+                sample["label"] = label if type(label) is int else _label(label)
             captions = [captions] if isinstance(captions, str) else captions
             if wants_captions and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
                 sample["caption"] = tuple(text.strip() for text in captions)
@@ -169,4 +173,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _label(text: str) -> int | str | None:
+    """A number or the name of a class. ValueError: it is too long for either."""
+    if len(text) > _LONGEST_LABEL:
+        raise ValueError(f"a label has {len(text):,} characters")
     return int(text) if text.isdecimal() and len(text) < 20 else text or None

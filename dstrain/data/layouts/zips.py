@@ -87,7 +87,9 @@ class Zips(Layout):
         labels = None
         for table in tables:
             if table.name == top + LABELS:
-                content = payload(self.files, part, table.offset, table.packed, MOST_BYTES)
+                if table.size > MOST_BYTES:
+                    raise ConfigError(f"its {LABELS} has {table.size:,} bytes")
+                content = payload(self.files, part, table.offset, table.packed, max(table.size, table.packed))
                 try:
                     labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
                 except ValueError as error:
@@ -101,7 +103,7 @@ class Zips(Layout):
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
             raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
-                                "class or several? Pack a folder with one folder for each class, or with a dataset.json")
+                                "class or several? Pack a folder with a folder for each class, or with a dataset.json")
         splits = [name for name in classes if is_split(name)]
         if len(splits) > 1 or splits == classes:                       # one may be a class among others: train, plane
             raise self._refusal(f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
