@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.index import Index
-from dstrain.data.index_build import open_index
+from dstrain.data.index_build import from_first, open_index
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout, Place, Request
 from dstrain.data.layouts.imagenet import taken_apart
@@ -56,7 +56,7 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
     if not builtin:
-        path, held_out_path = taken_apart(path, held_out, held_out_path, split == "all")
+        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all"))
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:

@@ -1,15 +1,17 @@
 """What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
+from dstrain.data.index_build import from_first
 from dstrain.data.layouts.base import Layout
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, NotRead
@@ -18,7 +20,7 @@ _ASKED = 10_000                            # files whose sizes are asked for whe
 
 
 class Indexed(Source):
-    """Samples of a split of an index.
+    """Samples of a split of an index; made on all ranks together.
 
     split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
     among, whose places the labels then are; empty for those of the data. key: in messages. ConfigError: unknown
@@ -27,7 +29,8 @@ class Indexed(Source):
 
     def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
                  classes: tuple[str, ...] = (), key: str = "data.path") -> None:
-        self.layout, self.index, self.split, self.light = layout, index, split, layout.light
+        self.layout, self.index, self.light = layout, index, layout.light
+        self.split, self._held_out = split, held_out
         self.expects = layout.files.far
         self.path = Path(layout.root)
         self.classes, self._renumbered = index.classes, None
@@ -39,6 +42,8 @@ class Indexed(Source):
             self.classes = classes
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
+        if index.folder is not None:
+            from_first(lambda: index.write_splits(held_out))
         self.chosen = index.split(split, held_out)
         if not self.chosen.number:
             raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
@@ -81,16 +86,18 @@ class Indexed(Source):
         return counts
 
     def fingerprint(self) -> str:
-        return f"{self._summary()} {self._sizes(_ASKED)}"
+        count = self._num_files()
+        files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
+        return f"{self._summary()} {self._sizes(files)}"
 
     def contents(self) -> str:
-        return f"{self._summary()} {self._sizes(None)}"
+        return f"{self._summary()} {self._sizes(range(self._num_files()))}"
 
     @abstractmethod
     def _summary(self) -> str:
         """Kind, split, numbers and names, for the fingerprint."""
 
-    def _names(self, texts: bytes = b"") -> str:
+    def _names(self, texts: Iterable[bytes] = ()) -> str:
         """A hash of all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
@@ -99,7 +106,8 @@ class Indexed(Source):
             digest.update(b"".join(self._names_of(rows)))
         for _, labels in self._chunks():
             digest.update(labels.tobytes())
-        digest.update(texts)
+        for text in texts:
+            digest.update(text)
         return digest.hexdigest()
 
     def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
@@ -115,24 +123,32 @@ class Indexed(Source):
             return self.index.names(rows.start, rows.stop)
         return [self.index.name_bytes(row) for row in rows.tolist()]
 
-    def _sizes(self, most: int | None, texts: bytes = b"") -> str:
-        """The bytes of the files, and a hash of the size of each (-1 where it is unknown), of what the index holds of
-        them beside names and labels, and of `texts`.
+    def _num_files(self) -> int:
+        return len(self) if self.index.single else len(self.layout.parts())
 
-        most: files that are looked at, evenly spaced; None: all. Times do not count: a folder that was copied is the
-        same data.
+    def _files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+        """The names of some of the files that hold the samples, a chunk at a time."""
+        parts = [] if self.index.single else self.layout.parts()
+        for start in range(0, len(numbers), CHUNK):
+            some = numbers[start:start + CHUNK]
+            yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
+
+    def _sizes(self, numbers: Sequence[int]) -> str:
+        """The bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
+
+        Times do not count: a folder that was copied is the same data.
         """
-        count = len(self) if self.index.single else len(parts := self.layout.parts())
-        places = np.arange(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int)
         total, digest = 0, blake2b(digest_size=8)
-        for start in range(0, len(places), CHUNK):
-            some = places[start:start + CHUNK].tolist()
-            names = [self.name(place) for place in some] if self.index.single else [parts[place] for place in some]
+        for names in self._files(numbers):
             sizes = np.fromiter(of_each(self._size, names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
-        digest.update(self.index.rest.encode() + texts)
+        digest.update(self._texts(numbers))
         return f"bytes={total} contents={digest.hexdigest()}"
+
+    def _texts(self, numbers: Sequence[int]) -> bytes:
+        """For the fingerprint: what is known of these files beside names, labels and sizes."""
+        return self.index.rest.encode()
 
     def _size(self, name: str) -> int:
         try:
@@ -141,3 +157,11 @@ class Indexed(Source):
             raise
         except OSError:
             return -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of an index on a disk the split is there, too, and mapped anew."""
+        return self.__dict__ | ({} if self.index.folder is None else {"chosen": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.chosen = self.chosen or self.index.split(self.split, self._held_out)

@@ -106,7 +106,8 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
     elif number > 1:
         remedy = f", or write {without} for a model without labels" if without else ""
         raise ConfigError(f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-                          f"class into a folder of its own{_about_prefixes(source)}{remedy}")
+                          f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
+                          f"`label`, data.path=FILE.csv{remedy}")
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
         raise ConfigError(f"the held-out data have no classes, and data.path={path} has {classes}: put the files of "
                           "each class into a folder of its own, named as there")

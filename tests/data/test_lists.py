@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dstrain.encoders.text import captions_of
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import LOSSLESS, moving, write
 from tests.support.pictures import folder, picture
+from tests.support.sources import global_batches, same
 
 KINDS = ("csv", "tsv", "jsonl", "parquet")
 CAPTIONED = Request(SUFFIXES, captions=True)
@@ -74,6 +76,23 @@ def test_a_table_is_the_folder_that_it_lists(tmp_path, name):
         caption = rows[index]["text" if whole else "caption"]
         assert captions_of(item["caption"][None]) == [caption]
     assert "caption" not in open_images(path, 16)[0]
+
+
+def test_ranks_and_workers_read_a_list_alike(tmp_path):
+    """Oracle: one rank, and the plain folder; two ranks read what a worker gets, from an index on a disk, which notices
+    another list of the same name.
+    """
+    root = folder(tmp_path / "d", 2, 8)
+    rows = rows_of(root)
+    path = write_table(root / "l.parquet", rows)
+    source = open_images(path, 16, request=CAPTIONED, index=tmp_path / "index")
+    batches = global_batches(source, range(3), global_batch=8)
+    assert same(batches, global_batches(pickle.loads(pickle.dumps(source)), range(3), 2, 2, global_batch=8))
+    plain = global_batches(open_images(root, 16), range(3), global_batch=8)
+    for batch, other in zip(batches, plain):
+        assert all(torch.equal(batch[name], other[name]) for name in other) and "caption" in batch
+    write_table(path, rows[:5])
+    assert len(open_images(path, 16, request=CAPTIONED, index=tmp_path / "index")) == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,14 +202,14 @@ def test_tables_that_cannot_be_read(tmp_path, name, content, message):
 
 
 def test_rows_are_read_in_bounded_memory(tmp_path):
-    """Oracle: tracemalloc and Arrow's own count: the peak of 40,000 rows is that of 2,000 within 4 MB; they have 10 MB."""
-    lines = {"csv": "a/{0}.png,{0:0200}\n", "tsv": "a/{0}.png\t{0:0200}\n", "jsonl": '{{"path": "a/{0}.png", "text": "{0:0200}"}}\n'}
+    """Oracle: tracemalloc and Arrow's own count: the peak of 10,000 rows is that of 500 within 12 MB; they have 30 MB."""
+    lines = {"csv": "a/{0}.png,{0:03000}\n", "tsv": "a/{0}.png\t{0:03000}\n", "jsonl": '{{"path": "a/{0}.png", "text": "{0:03000}"}}\n'}
     for kind in KINDS:
         peaks = []
-        for count in (2_000, 40_000):
+        for count in (500, 10_000):
             path = tmp_path / f"{count}.{kind}"
             if kind == "parquet":
-                columns = {"path": [f"a/{n}.png" for n in range(count)], "text": [f"{n:0200}" for n in range(count)]}
+                columns = {"path": [f"a/{n}.png" for n in range(count)], "text": [f"{n:03000}" for n in range(count)]}
                 parquet.write_table(pa.table(columns), path)
             else:
                 head = {"csv": "path,text\n", "tsv": "path\ttext\n"}.get(kind, "")
@@ -198,11 +217,11 @@ def test_rows_are_read_in_bounded_memory(tmp_path):
             table, before, arrow = open_table(LocalFiles(path), path.name, "x"), pa.total_allocated_bytes(), 0
             tracemalloc.start()
             for number, _ in enumerate(table.rows(["path", "text"]), 1):
-                arrow = max(arrow, pa.total_allocated_bytes() - before) if number % 1000 == 0 else arrow
+                arrow = max(arrow, pa.total_allocated_bytes() - before) if number % 100 == 0 else arrow
             peaks.append(tracemalloc.get_traced_memory()[1] + arrow)
             tracemalloc.stop()
             assert number == count
-        assert peaks[1] < peaks[0] + (4 << 20), (kind, peaks)
+        assert peaks[1] < peaks[0] + (12 << 20), (kind, peaks)
 
 
 def clips(root: Path, names: list[str]) -> None:

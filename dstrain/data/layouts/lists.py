@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.class_list import read_class_list
-from dstrain.data.files import Files
+from dstrain.data.files import Files, LocalFiles
+from dstrain.data.folder import few
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.tables import TABLES, Table, open_table
 from dstrain.recipe import ConfigError
@@ -23,6 +24,7 @@ COLUMNS = {                                # names by which a column is known, t
     "label": ("label", "class", "class_name", "category"),
     "caption": ("caption", "captions", "text", "prompt")}
 _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
+_NAMED = 20                                # columns that a message names
 _LOOKED = 20                               # first rows whose files are looked for
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
@@ -43,12 +45,15 @@ class TableList(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = os.path.basename(root)
-        if not name.lower().endswith(tuple(TABLES)) or (name, False) not in files.names():
+        if not is_list(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
 
     def parts(self) -> list[str]:
+        if self.request.captions_file is not None:
+            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
+                              "stand in a column of it: write data.columns={caption: NAME}")
         return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
 
     def watched(self) -> list[str]:
@@ -68,7 +73,7 @@ class TableList(Layout):
             texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
             yield Sample(Place(path if path.startswith("/") else base + path),
                          self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
-                         texts or ("",) * bool(columns["caption"]))       # the sample then counts as bad, as its caption
+                         texts or ("",) * bool(columns["caption"]))          # without a text, it will be a bad sample
 
     def read(self, place: Place) -> Path:
         return self.files.local(place.name)
@@ -86,7 +91,7 @@ class TableList(Layout):
             columns["caption"] = []
         if not columns["path"]:
             raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
-                              f"{', '.join(table.columns()) or 'nothing'}: name it, data.columns={{path: NAME}}")
+                              f"{few(table.columns(), _NAMED) or 'nothing'}: name it, data.columns={{path: NAME}}")
         return columns
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
@@ -101,6 +106,8 @@ class TableList(Layout):
         if "://" in path:
             raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
                               "video2dataset, whose output is read as it is")
+        if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
+            raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
@@ -160,7 +167,7 @@ class Metadata(TableList):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = next((name for name in _METADATA if exists(files, name)), None)
-        if name is None:
+        if name is None or request.captions_file is not None:
             return False
         table = open_table(files, name, f"{request.key}={root}: {name}")
         if "file_name" not in _columns_if_readable(table):             # it is someone else's
@@ -176,7 +183,7 @@ class Metadata(TableList):
 
 
 def captions(value: Any, at: str) -> Iterator[str]:
-    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is something else."""
+    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is no such."""
     for text in value if isinstance(value, list) else [value]:
         if text is None:
             continue
@@ -185,6 +192,12 @@ def captions(value: Any, at: str) -> Iterator[str]:
                               "data.columns={caption: NAME}")
         if text.strip():
             yield text.strip().encode("utf-8", "replace").decode()
+
+
+def is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+    """Whether the data are a single file with one of the suffixes."""
+    name = os.path.basename(root)
+    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
 
 
 def exists(files: Files, name: str) -> bool:
@@ -197,7 +210,7 @@ def exists(files: Files, name: str) -> bool:
 
 
 def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """The columns that hold the `kind`: named by data.columns, else known by their names; of captions there may be more.
+    """The columns that hold the `kind`: named by data.columns, else known by their names. Captions may have several.
 
     ConfigError: a named column is not there.
     """
@@ -207,7 +220,7 @@ def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[st
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(f"{table.where} has no column {missing[0]}, which data.columns names, only "
-                          f"{', '.join(columns) or 'nothing'}: write one of these")
+                          f"{few(columns, _NAMED) or 'nothing'}: write one of these")
     return names
 
 
