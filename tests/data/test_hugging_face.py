@@ -17,7 +17,8 @@ from dstrain.data.layouts import recognised
 from dstrain.data.layouts.base import Request
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import BadSample
-from dstrain.recipe import ConfigError
+from dstrain.data.sources import open_sources
+from dstrain.recipe import ConfigError, Data
 from tests.support.launch import environment
 from tests.support.pictures import folder
 
@@ -128,10 +129,16 @@ def test_splits(tmp_path, plain):
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "validation"]}))
     same(open_images(root, 16), plain)
     layout = recognised(str(root), LocalFiles(root), Request(SUFFIXES))
-    assert layout.unseen() == f"{root}/validation" and len(open_images(layout.unseen(), 16)) == 5
+    assert layout.unseen() == f"{root}/validation"
+    train, unseen = open_sources(Data(path=str(root), image_size=16))
+    same(train, plain)
+    assert len(unseen) == 5 and unseen.classes == train.classes
+    train, unseen = open_sources(Data(path=str(root), image_size=16, held_out=0.3))
+    assert len(train) + len(unseen) == 21
     parquet = as_parquet()(tmp_path / "p", content)
     layout = recognised(str(parquet), LocalFiles(parquet), Request(SUFFIXES))
-    assert len(open_images(layout.unseen(), 16)) == 2
+    assert layout.unseen() == f"{parquet}/test-00000-of-00001.parquet"
+    assert len(open_sources(Data(path=str(parquet), image_size=16))[1]) == 2
     same(open_images(f"{parquet}/train-*.parquet", 16), plain)
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "validation"]}))
     with pytest.raises(ConfigError, match="the splits test, validation, and no train"):

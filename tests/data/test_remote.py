@@ -20,11 +20,11 @@ from dstrain.data import storage
 from dstrain.data.batches import Batches
 from dstrain.data.cache import DiskCache
 from dstrain.data.images import open_images
-from dstrain.data.layouts import recognised
 from dstrain.data.layouts.base import Request
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.remote import BLOCK, files_at
-from dstrain.recipe import Cache, ConfigError, NotRead
+from dstrain.data.sources import open_sources
+from dstrain.recipe import Cache, ConfigError, Data, NotRead
 from tests.data.test_hugging_face import as_parquet, plain, same, saved, table    # noqa: F401: plain is a fixture
 from tests.support.launch import ROOT, environment
 from tests.support.ranges import serving
@@ -161,8 +161,9 @@ def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):    # noqa:
     ballast.write_bytes(bytes(9_000_000))
     for address in ("p", "p/train-*.parquet", "p/train-{00000..00001}-of-00002.parquet", "c", "s"):
         same(open_images(f"{web.address}/{address}", 16, request=request), plain)
-    layout = recognised(f"{web.address}/p", files_at(f"{web.address}/p", cache), request)
-    assert layout.unseen() == f"{web.address}/p/test-00000-of-00001.parquet"
+    train, unseen = open_sources(Data(path=f"{web.address}/p", image_size=16, cache=cache))
+    same(train, plain)
+    assert len(unseen) == 2
     if gb == 0.01:                                          # more is known of the server than fits
         source = open_images(f"{web.address}/p", 16, request=request)
         source.layout.files.stat(ballast.name)
