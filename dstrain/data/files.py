@@ -4,12 +4,14 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
+_T = TypeVar("_T")
 _MOST_NAMES = 1_000_000                    # that a pattern stands for
 
 
@@ -22,6 +24,7 @@ class Files(ABC):
     """Access to the files below `root`. OSError: they cannot be read. Pickled to the workers."""
 
     root: str
+    far = False                            # at an address: what is needed soon is worth reading ahead
 
     @abstractmethod
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -43,12 +46,15 @@ class Files(ABC):
     def local(self, name: str) -> Path:
         """The file as one on this machine, for libraries that open files themselves."""
 
+    def ahead(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
+        """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
+
 
 class LocalFiles(Files):
     """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
 
     single: the name of a single file, which is the only one below the root. Of a pattern, names are relative to the
-    last folder before its first brace, and whether the files are there shows when they are read.
+    last folder before its first brace or star, and whether the files are there shows when they are read.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -56,9 +62,10 @@ class LocalFiles(Files):
         self.single = os.path.basename(path) if os.path.isfile(path) else None
         self.listed: list[str] = [self.single] if self.single else []
         self.root = os.path.dirname(path) if self.single else path
-        if "{" in path and not os.path.exists(path):
-            self.root = path[:path.index("{")].rpartition("/")[0]
-            self.listed = [name[len(self.root):].lstrip("/") for name in expanded(path)]
+        base = before_pattern(path)
+        if base is not None and not os.path.exists(path):
+            self.root = base
+            self.listed = [name[len(base):].lstrip("/") for name in expanded(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
@@ -90,6 +97,12 @@ class LocalFiles(Files):
 
     def local(self, name: str) -> Path:
         return Path(self.root, name)
+
+
+def before_pattern(path: str) -> str | None:
+    """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
+    place = re.search(r"[{*]", path)
+    return path[:place.start()].rpartition("/")[0] if place else None
 
 
 def expanded(pattern: str) -> list[str]:

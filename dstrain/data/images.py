@@ -55,13 +55,14 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
+    request = request or Request(SUFFIXES)
     if not builtin:
-        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all"))
+        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all",
+                                                                     request.cache))
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
-    request = request or Request(SUFFIXES)
     images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions)
     if held_out_path is None:
         return images(*open_index(path, request, index, run), split=split, held_out=held_out)

@@ -97,7 +97,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
 
 
 def _key(path: str, request: Request) -> str:
-    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key")}
+    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key", "cache")}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -169,6 +169,8 @@ def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
                 return list(layout.files.stat(name))
             status = os.stat(name.partition("=")[2])
             return [status.st_size, str(status.st_mtime_ns)]
+        except NotRead:
+            raise
         except OSError:
             return [-1, ""]
     return list(of_each(stat, names))

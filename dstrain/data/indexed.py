@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
 from dstrain.data.index_build import from_first
 from dstrain.data.layouts.base import Layout
 from dstrain.data.source import Source
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
 
@@ -30,6 +31,7 @@ class Indexed(Source):
                  classes: tuple[str, ...] = (), key: str = "data.path") -> None:
         self.layout, self.index, self.light = layout, index, layout.light
         self.split, self._held_out = split, held_out
+        self.expects = layout.files.far
         self.path = Path(layout.root)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
@@ -68,6 +70,13 @@ class Indexed(Source):
     def labels(self) -> np.ndarray:
         """int32 (N,), all of them: for data that are known to be small."""
         return np.concatenate([labels for _, labels in self._chunks()])
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+        self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
+
+    def describe(self) -> str:
+        advice = self.layout.advice()
+        return super().describe() + (f"; {advice}" if advice else "")
 
     def class_counts(self) -> np.ndarray | None:
         if not self.classes:
@@ -144,6 +153,8 @@ class Indexed(Source):
     def _size(self, name: str) -> int:
         try:
             return self.layout.files.stat(name).size
+        except NotRead:
+            raise
         except OSError:
             return -1
 

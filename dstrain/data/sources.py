@@ -50,7 +50,8 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                 codes.verify()
         return train, unseen
     if not data.path.startswith("builtin:"):
-        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path))
+        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path,
+                                                                     cache=data.cache))
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
@@ -66,7 +67,8 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
 
 def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
     """What the section asks of the form of its data."""
-    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, **more)
+    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns,
+                   cache=data.cache, **more)
 
 
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:

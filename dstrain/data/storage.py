@@ -21,13 +21,13 @@ _STORAGE = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR,
 _TRIES = 4
 
 
-def with_retries(read: Callable[[], Any]) -> Any:
+def with_retries(read: Callable[[], Any], tries: int = _TRIES) -> Any:
     """What `read` returns; it is tried four times, over 6 s, where the storage fails or memory is short."""
-    for attempt in range(_TRIES):
+    for attempt in range(tries):
         try:
             return read()
         except (OSError, MemoryError) as error:
-            if not _transient(error) or attempt == _TRIES - 1:
+            if not _transient(error) or attempt == tries - 1:
                 raise
             time.sleep(0.2 * 5 ** attempt)
 

@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.data.files import Files
 from dstrain.data.storage import with_retries
 from dstrain.disk.small import parse_json
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24                         # bytes of a line
 _BATCH = 1024                              # rows of a parquet file that are in memory
@@ -128,6 +128,8 @@ class _Parquet(Table):
 
         try:
             return parquet.ParquetFile(self.files.open(self.name), pre_buffer=False, buffer_size=1 << 16)
+        except NotRead:
+            raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): make "
                               "it anew, or take it away") from None
@@ -165,6 +167,8 @@ class _Parquet(Table):
                     for row in batch.to_pylist():
                         yield number, row
                         number += 1
+            except NotRead:
+                raise
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 raise ConfigError(f"{self.where}, row {number} or soon behind it cannot be read "
                                   f"({' '.join(str(error).split())[:200]}): make the file anew") from None

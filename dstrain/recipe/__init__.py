@@ -4,11 +4,11 @@ from dstrain.recipe.changes import differences, refusals, refused
 from dstrain.recipe.errors import ConfigError, NotRead, NotSaved, reworded, write_errors
 from dstrain.recipe.files import check, dump, load
 from dstrain.recipe.problems import as_text, divisors, nearby, problems_of, suggestion
-from dstrain.recipe.run import WIDEST, Codes, Data, Ema, Faults, Optimizer, Run, Samples, Save, Track
+from dstrain.recipe.run import WIDEST, Cache, Codes, Data, Ema, Faults, Optimizer, Run, Samples, Save, Track
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, filled_in, fixed
 
 __all__ = [
-    "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "Faults", "NotRead", "NotSaved", "Optimizer",
+    "Cache", "FIXED", "MAY_CHANGE", "Codes", "ConfigError", "Data", "Ema", "Faults", "NotRead", "NotSaved", "Optimizer",
     "Recompute", "Run", "Samples", "Save", "Section", "Track", "WIDEST", "as_text", "check", "differences", "divisors",
     "dump", "filled_in", "fixed", "load", "nearby", "problems_of", "refusals", "refused", "reworded", "suggestion",
     "write_errors",

@@ -47,6 +47,13 @@ class Codes(Section):
     text_encoder: str | None = None          # fingerprint of what encoded these
 
 
+class Cache(Section):
+    """Of data at an address (s3://, gs://, hf://, http://), on a disk of each machine; all its processes share it."""
+
+    folder: str | None = None                # None: dstrain/data in the user's cache folder
+    gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0    # 10^9 bytes, at most; data below 0.8 of it stay there
+
+
 class Data(Section):
     path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
     image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32    # pixels, of the square to fit into; clips: width
@@ -69,6 +76,7 @@ class Data(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] | None = None    # loader processes a rank; 0: none; None chooses
     index: str | None = None                 # folder of the list of samples; None: in the run's, or not kept if small
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
+    cache: Cache = Cache()                   # of data at an address
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index")

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from dstrain.data.files import Files, LocalFiles
+from dstrain.data.files import Files, before_pattern
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.beside import Beside
 from dstrain.data.layouts.cifar import Cifar
 from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.hub import HUB, HubTables
+from dstrain.data.layouts.hugging_face import ArrowTables, ParquetTables
 from dstrain.data.layouts.idx import Idx
 from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
 from dstrain.data.layouts.lists import Metadata, TableList
@@ -16,19 +18,20 @@ from dstrain.data.layouts.npz import Npz
 from dstrain.data.layouts.tars import Tars
 from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.data.layouts.zips import Zips
+from dstrain.data.remote import files_at, is_address
 from dstrain.data.tables import TABLES
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
-    Tars, Zips, Npz, Cifar, Idx, Lmdbs, WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
-    ListedClips, ListedFolders, Clips, Folders)
+    HubTables, Tars, Zips, Npz, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables, WebVid, TableList, PathList, Metadata,
+    Beside, FlatVal, AllClips, AllFiles, ListedClips, ListedFolders, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
-    if "{" not in path and not Path(path).exists():
+    if not (is_address(path) or path.startswith(HUB) or "{" in path or Path(before_pattern(path) or path).exists()):
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
-    return LocalFiles(path)
+    return files_at(path, request.cache)
 
 
 def recognised(path: str, files: Files, request: Request) -> Layout:

@@ -6,7 +6,7 @@ their places. A layout is pickled to the workers, so it keeps the names of its p
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -17,6 +17,7 @@ import numpy as np
 
 from dstrain.data.class_list import ClassList, read_class_list
 from dstrain.data.files import Files, LocalFiles
+from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096                             # names of a folder by which its form is judged
 
@@ -51,6 +52,7 @@ class Request:
     labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
     class_list: str | None = None          # data.class_list: a file with a class (synset) a line
     columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
+    cache: Cache = field(default_factory=Cache)             # data.cache, of data at an address
 
 
 class Layout(ABC):
@@ -110,6 +112,14 @@ class Layout(ABC):
     def unseen(self) -> str | None:
         """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
 
+    def advice(self) -> str:
+        """What is slow about these data and how to mend it, for the start of a command; "": nothing."""
+        return ""
+
+    def expect(self, places: Iterable[Place]) -> None:
+        """Samples that are read soon: of data at an address their bytes are fetched. Does not wait."""
+        self.files.ahead(self.read, places)
+
     def watched(self) -> list[str]:
         """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
         return self.parts()
@@ -134,5 +144,7 @@ def exists(files: Files, name: str) -> bool:
     try:
         files.stat(name)
         return True
+    except NotRead:
+        raise
     except OSError:
         return False

@@ -29,7 +29,7 @@ from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.held_out import held_out_by
 from dstrain.disk import small
-from dstrain.recipe import ConfigError
+from dstrain.recipe import Cache, ConfigError
 
 _TREES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 _VAL = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
@@ -43,7 +43,7 @@ _MOST = 1 << 24                            # bytes of such a file
 
 
 def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None,
-                whole: bool = False) -> tuple[str | Path, str | Path | None]:
+                whole: bool = False, cache: Cache | None = None) -> tuple[str | Path, str | Path | None]:
     """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out; also
     of data whose form holds some out, such as CIFAR's test batch.
 
@@ -51,7 +51,7 @@ def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | N
     """
     splits = _train_and_held_out(path)
     if splits is None:
-        return path, held_out_path or (None if held_out or whole else held_out_by(path))
+        return path, held_out_path or (None if held_out or whole else held_out_by(path, cache))
     if whole:
         raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path="
                           f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}")

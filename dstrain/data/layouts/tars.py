@@ -19,7 +19,7 @@ from dstrain.data.files import Files
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.layouts.beside import in_json, in_text
 from dstrain.disk import small
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28                        # of a member that is read
 _MOST_TEXT = 1 << 20                       # of a text that is read
@@ -105,6 +105,8 @@ class Tars(Layout):
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
                     raise tarfile.ReadError("it is cut off: no block of zeros ends it")
+        except NotRead:
+            raise
         except (tarfile.TarError, OSError, ValueError) as error:
             raise ConfigError(f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
                               "anew, or take it away") from None
