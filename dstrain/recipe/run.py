@@ -89,8 +89,8 @@ class Data(Shaping):
              "1: leave data.images out for no images; for images alone write their folder as data.path"),
             (self.num_frames and (self.buckets or self.crop != "center" or self.size_conditions), "data.buckets, "
              "data.crop and data.size_conditions are of images, not of clips: leave them out"),
-            (self.draft and self.crop != "center", f"data.draft=true goes with data.crop=center, not with {self.crop}: "
-             "write data.draft=false"),
+            (self.draft and (self.crop != "center" or self.size_conditions), "data.draft=true goes with data.crop="
+             "center and without data.size_conditions: write data.draft=false"),
             (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
             (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
              f"{self.held_out_path} both name held-out images: give one of the two"),

@@ -74,6 +74,8 @@ class Shaping(Section):
              f"random and random_resized, not of {self.crop}: leave it out"),
             (self.crop_ratio and self.crop != "random_resized", f"data.crop_ratio is of data.crop=random_resized, not "
              f"of {self.crop}: leave it out"),
+            (self.crop == "dalle" and self.buckets, "data.crop=dalle cuts squares: leave data.buckets out, or write "
+             "data.crop=random"),
             *((pair and pair[0] > pair[1], f"data.{name}={list(pair or ())}: write the lower number first")
               for name, pair in pairs))
         if messages := [message for wrong, message in checks if wrong]:
