@@ -22,7 +22,7 @@ from PIL import Image
 from dstrain.data.pixels import center_crop, reduced
 from dstrain.recipe import Data
 
-_TRIES = 10                                    # of random_resized, as torchvision's; then the centre of the image
+_TRIES = 10                                    # of random_resized, then the largest part in the middle
 _NUMBERS = {"random": 3, "random_resized": 2 * _TRIES + 2, "dalle": 5}
 _SCALES = {"random": (0.8, 1.0), "random_resized": (0.08, 1.0)}
 
@@ -80,15 +80,18 @@ class Crop:
 
     def _random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
         least, most = self.scale or _SCALES["random_resized"]
-        low, high = map(math.log, self.ratio or (3 / 4, 4 / 3))
+        low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
         for number in range(_TRIES):
             area = image.width * image.height * (least + numbers[2 * number] * (most - least))
-            aspect = math.exp(low + numbers[2 * number + 1] * (high - low)) * width / height
+            aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
             wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= image.width and 0 < tall <= image.height:
-                part = _anywhere(image, wide, tall, numbers[-2:])
-                return _scaled(part, width, height)
-        return _centre(image, width, height)
+                return _scaled(_anywhere(image, wide, tall, numbers[-2:]), width, height)
+        aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
+        wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
+        top, left = (image.height - tall) // 2, (image.width - wide) // 2
+        part = image.crop((left, top, left + wide, top + tall))
+        return _scaled(Cut(part, top, left, image.width - wide - left), width, height)
 
 
 def _centre(image: Image.Image, width: int, height: int) -> Cut:
