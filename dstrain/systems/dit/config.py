@@ -108,7 +108,7 @@ class Config(SystemConfig):
     sizes: Annotated[tuple[Shape, ...] | None, fixed("give the earlier data.buckets")] = None
     """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
     Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
-    size_conditions: bool = False
+    size_conditions: Annotated[bool, filled_in()] = False
     """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
