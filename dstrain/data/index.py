@@ -123,13 +123,13 @@ class Index:
         folder = self._split_folder(held_out)
         header = read_sealed(folder / HEADER)
         if header is None:
-            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index=FOLDER, "
-                              "a folder that all machines share")
+            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index=FOLDER,"
+                              " a folder that all machines share")
         row = header[split]
         return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
 
     def write_splits(self, held_out: float) -> None:
-        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: the folder cannot be written."""
+        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there."""
         folder = self._split_folder(held_out)
         if not held_out or read_sealed(folder / HEADER) is not None:
             return

@@ -13,9 +13,10 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import Images, open_images
 from dstrain.data.index import Index
-from dstrain.data.index_build import cache_folder, open_index
+from dstrain.data.index_build import cache_folder, from_first, open_index
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
@@ -50,6 +51,9 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
             if codes is not None:
                 codes.verify()
         return train, unseen
+    if not data.path.startswith("builtin:"):
+        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path))
+        data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
     if data.path == MOVING or _holds_videos(data.path):
@@ -73,6 +77,11 @@ def _in_buckets(data: Data, source: Source) -> Source:
     return Bucketed(source, data.buckets, data.max_upscale)
 
 
+def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """What the section asks of the form of its data."""
+    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, **more)
+
+
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
     """What a command has found, a line each: what it trains on and what is held out; `folder` is the run's, whose list
     of unreadable files counts.
@@ -84,11 +93,6 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
 
 
-def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """What the section asks of the form of its data."""
-    return Request(suffixes, **more)
-
-
 def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
 
@@ -97,7 +101,8 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     request = request_of(data, captions=captions)
     if data.num_frames is not None:
         request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-    return open_index(data.path, request, data.index or cache_folder())
+    path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+    return open_index(path, request, data.index or cache_folder())
 
 
 def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
