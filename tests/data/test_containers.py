@@ -17,6 +17,7 @@ import torchvision
 import webdataset
 from PIL import Image
 
+from dstrain.data.clips import Cut
 from dstrain.data.files import LocalFiles, expanded
 from dstrain.data.images import open_images
 from dstrain.data.layouts import LAYOUTS, recognised
@@ -27,7 +28,9 @@ from dstrain.data.pixels import SUFFIXES
 from dstrain.encoders.text import captions_of
 from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources
+from dstrain.data.videos import open_videos
 from dstrain.recipe import ConfigError, Data
+from tests.support.clips import moving, write
 from tests.support.pictures import folder, picture
 
 CLASSES, EACH = 3, 4
@@ -389,3 +392,19 @@ def test_labels_and_class_list(tmp_path, plain):
     for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
         with pytest.raises(ConfigError, match="'a-b' is not among the 2 of data.class_list"):
             open_images(path, 16, request=Request(SUFFIXES, class_list=str(tmp_path / "list.txt")))
+
+
+def test_clips_in_tars(tmp_path):
+    """Oracle: the folder of the same clips and captions beside them."""
+    root = tmp_path / "plain"
+    root.mkdir()
+    with webdataset.TarWriter(str(tmp_path / "out.tar")) as tar:
+        for number in range(3):
+            content = write(root / f"{number}.mp4", moving(5 + number, seed=number), "mpeg4").read_bytes()
+            (root / f"{number}.txt").write_text(f"clip {number}")
+            tar.write({"__key__": str(number), "jpg": b"a picture of it", "mp4": content, "txt": f"clip {number}"})
+    cut = Cut(3, 16, 16, 3)
+    source, expected = open_videos(tmp_path / "out.tar", cut), open_videos(root, cut)
+    assert len(source) == len(expected) == 3
+    for i in range(3):
+        assert all(torch.equal(source[i][name], expected[i][name]) for name in ("video", "caption"))
