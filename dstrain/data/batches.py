@@ -64,7 +64,7 @@ class Batches(AbstractContextManager):
         self.wait_seconds = 0.0                                        # host time spent waiting for samples
         self.problem: ConfigError | NotRead | None = None              # why there are no samples for the next step
         self.num_workers = _choose_workers(num_workers, source)
-        self._stream = _Stream(source, Order(len(source), seed), global_batch, seed, flip)
+        self._stream = _Stream(source, source.order(seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
@@ -92,6 +92,11 @@ class Batches(AbstractContextManager):
             if micro == self.accumulation - 1:                         # before the yield: the caller may not ask on
                 self._next = step + 1
             yield batch
+
+    def drawn(self, steps: int) -> dict[str, int]:
+        """Samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; else none."""
+        global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
+        return {f"samples/{name}": count for name, count in source.drawn(seed, steps * global_batch).items()}
 
     def extend(self, steps: int) -> None:
         """Reads on up to another last step, from the next call of `at`."""

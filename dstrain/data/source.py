@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dstrain.data.order import Order
 from dstrain.data.storage import storage_fails
 from dstrain.recipe import ConfigError, NotRead
 
@@ -90,6 +91,14 @@ class Source(ABC):
     def describe(self) -> str:
         """For the start of a command: how many samples of what, in which classes, and their captions."""
         return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
+
+    def order(self, seed: int) -> Order:
+        """The sample at each position of training's stream: `index_at`. Each epoch passes over all samples once."""
+        return Order(len(self), seed)
+
+    def drawn(self, seed: int, positions: int) -> dict[str, int]:
+        """Of a mixture: how many of the first `positions` of the stream come from each source, by its name."""
+        return {}
 
     def class_counts(self) -> np.ndarray | None:
         """Samples of each class, int64 (classes,); None: there are no classes, or counting them would take long."""
