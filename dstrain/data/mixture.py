@@ -13,21 +13,27 @@ pattern of the slots from meeting the pattern of ranks and micro-batches.
 """
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dstrain.data.order import Order
+from dstrain.data.shards import read_index
 from dstrain.data.source import Bad, BadSample, Item, Source
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Data
 
 _BLOCK = 256                               # positions that are shuffled among each other
 _LARGEST = 1 << 30                         # sum of whole weights: products of two fit into int64
+# What caches that are used together have in common, by the names of their encoding.
+ENCODED_ALIKE = ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
+                 "text", "dtype", "flips")
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,7 @@ class Mixture(Source):
         return source, index - int(self.ends[source]) + self.sizes[source]
 
     def _by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each source that has some of the indices (b,): its number, their places in (b,), and their indices in it."""
+        """Of each source with some of the indices (b,): its number, their places in (b,), their indices in it."""
         sources = torch.bucketize(index, self.ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self.ends[source] + self.sizes[source]) for source, here in rows]
@@ -208,6 +214,49 @@ class Mixture(Source):
             label = labels[item["label"]]
             item = item | {"label": label if label.ndim else int(label)}
         return item
+
+
+def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
+    """The training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
+
+    None: no source holds anything out. ConfigError as `opened` and `common_classes`.
+    """
+    paths = [source.path for source in data.mixture]
+    short = [os.path.basename(os.path.normpath(path)) for path in paths]
+    names = short if len({*short}) == len(short) else paths
+    sources, unseen = zip(*map(opened, data.parts()))
+    classes = common_classes(sources, names, data.mixture_classes)
+    weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
+    held = [(source, name) for source, name in zip(unseen, names) if source is not None]
+    return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
+
+
+def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
+    """The section of a mixture with the `codes` of its parts, which are completed.
+
+    The latents' scaling factor is 1 / the standard deviation of the mixture. ConfigError: they were not encoded alike.
+    """
+    codes = parts[0].codes
+    for part in parts[1:]:
+        if (part.codes is None) != (codes is None):
+            encoded, plain = (parts[0], part) if part.codes is None else (part, parts[0])
+            raise ConfigError(f"data.mixture: {encoded.path} holds cached codes, and {plain.path} does not: encode "
+                              "all, or none")
+    if codes is None:
+        return data.model_copy(update={"codes": None})
+    indexes = [read_index(Path(part.path)) for part in parts]
+    for part, index in zip(parts[1:], indexes[1:]):
+        for key in ENCODED_ALIKE:
+            first, other = indexes[0]["encoding"].get(key), index["encoding"].get(key)
+            if first != other:
+                raise ConfigError(f"data.mixture: {part.path} has {key} {other}, {parts[0].path} has {first}: encode "
+                                  "all of them alike")
+    weights = np.array([source.weight or index["encoding"]["number"] for source, index in zip(data.mixture, indexes)])
+    if codes.kind == "latents":
+        means, deviations = (np.array([index["statistics"][name] for index in indexes]) for name in ("mean", "std"))
+        mean, second = (np.average(values, weights=weights) for values in (means, deviations ** 2 + means ** 2))
+        codes = codes.model_copy(update={"scaling_factor": float((second - mean ** 2) ** -0.5)})
+    return data.model_copy(update={"codes": codes})
 
 
 def common_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.mixture import open_mixture, with_codes_of
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
@@ -33,6 +34,8 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
+    if data.mixture:
+        return open_mixture(data, lambda part: open_sources(part, verify))
     phases().at(f"listing {data.path}")
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
@@ -61,7 +64,8 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
-    return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
+    path = "" if data.mixture else f"{data.path}: "
+    return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
 
 
 def _open_clips(data: Data) -> tuple[Source, Source | None]:
@@ -119,6 +123,14 @@ def completed(data: Data) -> Data:
 
     ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
+    if data.mixture:
+        parts = [completed(part) for part in data.parts()]
+        for part, kind in zip(parts, kinds := [kind_of(part) for part in parts]):
+            if kind != kinds[0] or kind == "pairs":
+                remedy = "pairs are not mixed" if kind == "pairs" else "mix sources of one kind"
+                raise ConfigError(f"data.mixture: {part.path} holds {KINDS[kind][0]}, {data.path} "
+                                  f"{KINDS[kinds[0]][0]}: {remedy}")
+        return with_codes_of(data, parts)
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
     index = Latents(data.path).index
