@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.bad_files import listed
 from dstrain.data.clips import Cut, VIDEOS
@@ -10,6 +11,7 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.layouts.base import Request
 from dstrain.data.mixture import open_mixture, with_codes_of
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
@@ -37,7 +39,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
     if data.mixture:
-        return open_mixture(data, lambda part: open_sources(part, verify))
+        return open_mixture(data, lambda part: open_sources(part, verify, run))
     phases().at(f"listing {data.path}")
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
@@ -49,7 +51,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
         return train, unseen
     if data.num_frames is not None:
         return _open_clips(data)
-    if data.path == MOVING or _holds_videos(data.path):
+    if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
                   index=data.index, run=run)
@@ -57,6 +59,11 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
     return train, None
+
+
+def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """What the section asks of the form of its data."""
+    return Request(suffixes, **more)
 
 
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -95,7 +102,7 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
     return train, None
 
 
-def _holds_videos(path: str) -> bool:
+def holds_videos(path: str) -> bool:
     """Whether a folder, or its first class, has videos in it and no images."""
     root, has_videos = Path(path), False
     with listing(root):
@@ -167,7 +174,7 @@ def kind_of(data: Data) -> str:
         return "latents" if data.codes.kind == "latents" else tokens
     if is_embeddings(data.path):
         return "pairs"
-    return "clips" if data.num_frames is not None or data.path == MOVING or _holds_videos(data.path) else "images"
+    return "clips" if data.num_frames is not None or data.path == MOVING or holds_videos(data.path) else "images"
 
 
 def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:

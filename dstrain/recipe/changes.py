@@ -53,12 +53,12 @@ def _flat(run: Run) -> dict[str, Any]:
     """Every value of a Run by dotted key."""
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
-            sections = {name: value} if isinstance(value, dict) else {}
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                sections = {f"{name}[{number}]": section for number, section in enumerate(value)}
-            for key, section in sections.items():
-                yield from walk(section, f"{prefix}{key}.")
-            if not sections:
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+                for number, part in enumerate(value):
+                    yield from walk(part, f"{prefix}{name}[{number}].")
+            else:
                 yield f"{prefix}{name}", value
 
     return dict(walk(plain(run), ""))

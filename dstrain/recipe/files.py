@@ -36,8 +36,8 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     if problems:
         raise ConfigError(*problems)
     if run.data.mixture and "data.path" in overridden:
-        raise ConfigError(f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, or "
-                          "write data.mixture=null, too")
+        raise ConfigError(f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, "
+                          "or write data.mixture=null, too")
     return run
 
 

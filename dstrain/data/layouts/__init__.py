@@ -5,9 +5,10 @@ from pathlib import Path
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.packed import PackedFiles
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Folders,)
+LAYOUTS: tuple[type[Layout], ...] = (PackedFiles, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
