@@ -24,15 +24,13 @@ from tqdm import tqdm
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data import packing
 from dstrain.data.index import Index
-from dstrain.data.index_build import open_index
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout
 from dstrain.data.packing import FORMAT, INDEX, PACKING, ShardWriter, hash_of
-from dstrain.data.pixels import FORMATS, SUFFIXES
+from dstrain.data.pixels import FORMATS
 from dstrain.data.source import Item
-from dstrain.data.sources import holds_videos, request_of
+from dstrain.data.sources import holds_videos, index_of
 from dstrain.data.storage import require_regular, storage_fails, with_retries
-from dstrain.data.videos import CLIPS
 from dstrain.disk import atomic, sealed, small
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, NotRead, write_errors
@@ -98,11 +96,8 @@ def _opened(options: PackOptions) -> tuple[Layout, Index]:
     if data.path.startswith("builtin:") or data.mixture:
         raise ConfigError(f"{data.path}: what is built in is not packed; name a folder or a file of data" if
                           not data.mixture else "data.mixture: pack its sources one by one, and mix what was packed")
-    if not options.images and (data.num_frames is not None or holds_videos(data.path)):
-        request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-    else:
-        request = request_of(data, SUFFIXES, captions=options.captions, captions_file=data.captions)
-    return open_index(data.path, request, data.index)
+    clips = not options.images and (data.num_frames is not None or holds_videos(data.path))
+    return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
 def _plan(options: PackOptions, layout: Layout, index: Index) -> dict[str, Any]:

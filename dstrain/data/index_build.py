@@ -4,8 +4,9 @@
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
     FOLDER/KEY.lock        one command at a time lists
 
-FOLDER is data.index, else `index` in the folder of the run, else of the user's cache. Without data.index, fewer than
-50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the others wait.
+FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
+Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the
+others wait.
 """
 
 import fcntl
@@ -78,12 +79,13 @@ def from_first(make: Callable[[], _T]) -> _T:
 
 
 def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
-    files = files_of(path, request)
-    folder = _folder(kept, run) / _key(path, request)
-    found = _found(folder, path, files, request)
-    if found is not None:
-        return found
-    layout = recognised(path, files, request)
+    files, key = files_of(path, request), _key(path, request)
+    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
+    for folder in folders:
+        found = _found(folder, path, files, request)
+        if found is not None:
+            return found
+    layout, folder = recognised(path, files, request), folders[0]
     if kept is None and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
@@ -98,14 +100,18 @@ def _key(path: str, request: Request) -> str:
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _folder(kept: str | Path | None, run: Path | None) -> Path:
-    """Where indexes are kept: a run of somebody else may not be written to."""
-    if kept is not None:
-        return Path(kept)
-    existing = run and next((path for path in (run.absolute(), *run.absolute().parents) if path.exists()), None)
-    if existing and (os.access(existing, os.W_OK) or (run / "index").is_dir()):
-        return run / "index"
+def cache_folder() -> Path:
+    """Where launch/index.py keeps indexes, and commands without a run do."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
+
+
+def _usual_folders(run: Path | None) -> list[Path]:
+    """Where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
+    if run is None:
+        return [cache_folder()]
+    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    folders = [run / "index", cache_folder()]
+    return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
 def _building(folder: Path) -> Path:
@@ -136,7 +142,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if not watched or index.header["layout"] not in kinds:
         return None
     layout = kinds[index.header["layout"]](path, files, request)
-    layout.classes = index.classes
+    layout.classes, layout.notes = index.classes, index.header["notes"]
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
@@ -188,7 +194,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
     plan = {"version": VERSION, "layout": type(layout).__name__, "number": len(parts), "watched": [watch_list, stats],
             "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()}
     journal = building / "journal.jsonl"
-    columns, done = _resumed(building, journal, plan)
+    columns, done = _resumed(building, journal, plan, layout)
     if columns is None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -205,7 +211,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
                     bar.update(columns.number - bar.n)
                     phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}")
             if number == len(parts) or time.monotonic() - synced > _SYNC:
-                lines.append(journal, json.dumps({"done": number} | columns.synced()) + "\n")
+                lines.append(journal, json.dumps({"done": number, "notes": layout.notes} | columns.synced()) + "\n")
                 synced = time.monotonic()
         bar.update(columns.number - bar.n)
     layout.require_whole()
@@ -230,7 +236,7 @@ def _settle(stats: list[list[int | str]]) -> None:
         time.sleep(_TICK / 4e9)
 
 
-def _resumed(building: Path, journal: Path, plan: dict[str, Any]) -> tuple[Columns | None, int]:
+def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
     """The columns that an interrupted command has written of the same data, and how many parts they hold."""
     try:
         lines.cut_torn(journal)
@@ -241,6 +247,7 @@ def _resumed(building: Path, journal: Path, plan: dict[str, Any]) -> tuple[Colum
             if os.stat(building / f"{name}.bin").st_size < size:
                 return None, 0
             os.truncate(building / f"{name}.bin", size)
+        layout.notes = rows[-1]["notes"]
         return Columns(building, rows[-1]), rows[-1]["done"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, 0

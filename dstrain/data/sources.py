@@ -10,13 +10,15 @@ from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
+from dstrain.data.index import Index
+from dstrain.data.index_build import cache_folder, open_index
 from dstrain.data.latents import Latents, is_encoded
-from dstrain.data.layouts.base import Request
+from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.mixture import open_mixture, with_codes_of
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
-from dstrain.data.videos import open_videos
+from dstrain.data.videos import CLIPS, open_videos
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
 from dstrain.recipe import Codes, ConfigError, Data
@@ -50,11 +52,11 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                 codes.verify()
         return train, unseen
     if data.num_frames is not None:
-        return _open_clips(data)
+        return _open_clips(data, run)
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  index=data.index, run=run)
+                  request=request_of(data), index=data.index, run=run)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
@@ -78,7 +80,23 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
 
 
-def _open_clips(data: Data) -> tuple[Source, Source | None]:
+def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """What the section asks of the form of its data."""
+    return Request(suffixes, **more)
+
+
+def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
+    """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
+
+    captions: of images, too; clips always have theirs.
+    """
+    request = request_of(data, captions=captions)
+    if data.num_frames is not None:
+        request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+    return open_index(data.path, request, data.index or cache_folder())
+
+
+def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -95,7 +113,8 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
         raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
-    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions)
+    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
+                  request=request_of(data, CLIPS, noun="clips", captions=True), index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     if data.held_out or data.held_out_path:
         return train, open_videos(data.path, cut, split="held_out", **common)

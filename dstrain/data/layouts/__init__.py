@@ -4,11 +4,12 @@ from pathlib import Path
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.layouts.packed import PackedFiles
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (PackedFiles, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (PackedFiles, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
@@ -24,5 +25,3 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
     raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
-
-
