@@ -63,11 +63,6 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     return train, None
 
 
-def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """What the section asks of the form of its data."""
-    return Request(suffixes, **more)
-
-
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
     """What a command has found, a line each: what it trains on and what is held out; `folder` is the run's, whose list
     of unreadable files counts.
