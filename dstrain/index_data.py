@@ -48,7 +48,7 @@ def index_data(options: IndexOptions) -> dict[str, Any]:
     if sizes is not None:
         result |= _sizes(sizes)
     broken = _checked(options, layout, index) if options.check else _without_header(layout, index, sizes)
-    named = [entry for _, entry in zip(range(_BROKEN), broken)]
+    named = [list(entry) for _, entry in zip(range(_BROKEN), broken)]
     number = len(named) + sum(1 for _ in broken)
     return result | {"unreadable": number if options.check or images else None, "unreadable_names": named}
 

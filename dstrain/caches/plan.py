@@ -9,7 +9,7 @@ import torch
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
 from dstrain.data.source import Source, read_items
-from dstrain.data.sources import open_sources
+from dstrain.data.sources import open_sources, request_of
 from dstrain.data.spread import Windows
 from dstrain.encoders.precision import Precision, require
 from dstrain.encoders.text import TextEncoder
@@ -133,8 +133,9 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
                            "data.held_out": "--held-out", "data.captions=": "--captions "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
+        own = options.data is None and run_data is not None
         return open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                           held_out_path=held_out_path), size
+                           held_out_path=held_out_path, request=request_of(run_data) if own else None), size
 
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:

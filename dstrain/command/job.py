@@ -133,6 +133,8 @@ def _data_path_problem(key: str, path: str) -> str | None:
 
     if path.startswith("builtin:"):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if "{" in path and not os.path.exists(path):                         # a pattern, such as shards/{00..99}.tar
+        return None
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):

@@ -3,12 +3,13 @@
     dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
                      numbers are the labels, and folders say nothing. "labels": null: the files have no labels
     train/ val/      splits of the data: refused, since they would count as two classes
-    cat_1.png        ADM's convention: not read, but named where a model needs labels
+    cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
 """
 
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.source import Source
 from dstrain.disk import small
@@ -18,7 +19,7 @@ LABELS = "dataset.json"
 _LARGEST = 1 << 20                         # label in a dataset.json
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
 _BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}     # train_images, testB
-_MOST = 1 << 30                            # bytes of a dataset.json: ten million files
+MOST_BYTES = 1 << 30                      # of a dataset.json: ten million files
 _ASKED = 2000                              # names that are searched for a prefix
 
 
@@ -32,10 +33,15 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, _MOST)
+        content = small.read_json(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
                           "or take it away, and folders are the classes") from None
+    return parsed_labels(content, root, key)
+
+
+def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
+    """What a parsed dataset.json says, as `labels_of_names`; None where it is someone else's."""
     if not isinstance(content, dict) or "labels" not in content:
         return None
     rows = content["labels"] or []
@@ -55,7 +61,7 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
 
 def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: the class folders of a data folder are its splits, train and val."""
-    splits = [name for name in folders if _is_split(name)]
+    splits = [name for name in folders if is_split(name)]
     if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
         _refuse_splits_within(root, folders, key)
         return
@@ -70,7 +76,7 @@ def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> Non
     """ConfigError: class folders hold the splits, which would all be learned from."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
-        splits = sorted(filter(_is_split, inner))         # a class may hold a million files
+        splits = sorted(filter(is_split, inner))         # a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
         if len(splits) > 1:
@@ -78,7 +84,7 @@ def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> Non
                               f"them would be learned from: turn them round, {splits[0]}/{name}")
 
 
-def _is_split(name: str) -> bool:
+def is_split(name: str) -> bool:
     """Whether a folder's name is that of a split: train, val2017, training_set, seg_test, trainA."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower())
     return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _BESIDE
@@ -100,7 +106,8 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
     elif number > 1:
         remedy = f", or write {without} for a model without labels" if without else ""
         raise ConfigError(f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-                          f"class into a folder of its own{_about_prefixes(source)}{remedy}")
+                          f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
+                          f"`label`, data.path=FILE.csv{remedy}")
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
         raise ConfigError(f"the held-out data have no classes, and data.path={path} has {classes}: put the files of "
                           "each class into a folder of its own, named as there")
@@ -112,4 +119,4 @@ def _about_prefixes(source: Source) -> str:
     prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
     if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):
         return ""
-    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read)"
+    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read: write data.labels=prefix for these)"

@@ -11,9 +11,10 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.index import Index
-from dstrain.data.index_build import cache_folder, open_index
+from dstrain.data.index_build import cache_folder, from_first, open_index
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.mixture import open_mixture, with_codes_of
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
@@ -51,6 +52,9 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
             if codes is not None:
                 codes.verify()
         return train, unseen
+    if not data.path.startswith("builtin:"):
+        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path))
+        data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
     if data.path == MOVING or holds_videos(data.path):
@@ -61,6 +65,11 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
     return train, None
+
+
+def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """What the section asks of the form of its data."""
+    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, **more)
 
 
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -75,11 +84,6 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
 
 
-def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """What the section asks of the form of its data."""
-    return Request(suffixes, **more)
-
-
 def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
 
@@ -88,7 +92,8 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     request = request_of(data, captions=captions)
     if data.num_frames is not None:
         request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-    return open_index(data.path, request, data.index or cache_folder())
+    path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+    return open_index(path, request, data.index or cache_folder())
 
 
 def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
