@@ -24,6 +24,7 @@ from tqdm import tqdm
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data import packing
 from dstrain.data.index import Index
+from dstrain.data.index_build import from_first
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout
 from dstrain.data.packing import FORMAT, INDEX, PACKING, ShardWriter, hash_of
@@ -72,16 +73,17 @@ def pack(options: PackOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns what its pack.json says. ConfigError: what prevents it."""
     layout, index = _opened(options)
     first = group.rank() == 0
-    plan = group.from_first(_plan(options, layout, index) if first else None)
+    files = _Packable(layout, index)                   # on all ranks together
+    plan = from_first(lambda: _plan(options, files))
     if first:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
         words += ", captions" if index.most_captions else ", no captions"
         print(f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
               flush=True)
     with claimed(options.out, "packs", lambda: _prepare(options, plan)):
-        plan = group.from_first(_planned(options.out) if first else None)    # an earlier command has counted, too
+        plan = from_first(lambda: _planned(options.out))              # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])
-        earlier = group.from_first(_earlier(options.out) if first else None)
+        earlier = from_first(lambda: _earlier(options.out))
         mine = range(group.rank(), count, group.world())
         records = {number: record for number in mine
                    if (record := _whole(options.out, plan["format"], number, earlier)) is not None}
@@ -100,14 +102,15 @@ def _opened(options: PackOptions) -> tuple[Layout, Index]:
     return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
-def _plan(options: PackOptions, layout: Layout, index: Index) -> dict[str, Any]:
+def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
     """What determines the shards, as packing.json says it."""
+    layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
     sizes = [len(content) for _, content, _, _ in _read(layout, index, rows, lambda name, reason: None)]
     samples = max(1, round(options.shard_bytes / max(np.mean(sizes), 1)))
     return {"format": options.format, "noun": layout.request.noun, "number": len(index), "shard_samples": samples,
             "shard_bytes": options.shard_bytes, "classes": len(index.classes), "captions": index.most_captions,
-            "data": _Packable(layout, index).contents()}
+            "data": files.contents()}
 
 
 def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:

@@ -12,7 +12,9 @@ All read the same indices, drawn anew each round, on one core: the first two aft
 into memory, in turn, A B A B, then the other two. The table shows the fastest and the median of the rounds. A file of
 float32 latents has as many bytes as mean and deviation in float16.
 
-2026-11-22, a virtual disk, medians of 20 rounds on a busy machine: cold 1,200 samples a second, expected 130,000.
+2026-11-22, a virtual disk, medians of 15 rounds on a busy machine: files 2,800 samples a second, shards 410,000; cold
+files 760, cold 1,700, expected 150,000. The fastest rounds: 3,300, 450,000; 2,400, 2,500, 180,000. In memory on a quieter
+machine 9,900 and 470,000: there the bytes of the latents are the limit.
 """
 
 import argparse
