@@ -13,8 +13,8 @@ into memory, in turn, A B A B, then the other two. The table shows the fastest a
 float32 latents has as many bytes as mean and deviation in float16.
 
 2026-11-22, a virtual disk, medians of 15 rounds on a busy machine: files 2,800 samples a second, shards 410,000; cold
-files 760, cold 1,700, expected 150,000. The fastest rounds: 3,300, 450,000; 2,400, 2,500, 180,000. In memory on a quieter
-machine 9,900 and 470,000: there the bytes of the latents are the limit.
+files 760, cold 1,700, expected 150,000. The fastest rounds: 3,300 and 450,000; 2,400, 2,500, 180,000. In memory on a
+quieter machine 9,900 and 470,000: there the bytes of the latents are the limit.
 """
 
 import argparse

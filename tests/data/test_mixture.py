@@ -16,6 +16,7 @@ from dstrain.data.shards import read_index
 from dstrain.recipe import ConfigError, Data, load, refusals, refused
 from dstrain.systems import config_class
 from tests.data.test_latents import write as write_codes
+from tests.support.clips import moving, write_pictures
 from tests.support.launch import ROOT
 from tests.support.pictures import break_file, folder
 from tests.support.sources import Numbers, global_batches, same
@@ -229,6 +230,29 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     natural = opened(words[0].replace(", weight: 3", "").replace(", weight: 1", ""), *words[1:])[1]
     assert natural.weights == whole([len(pair[0]) for pair in alone])
     assert len({train.fingerprint(), natural.fingerprint(), opened(words[0], *words[1:2], words[3])[1].fingerprint()}) == 3
+
+
+def test_clips_are_mixed(tmp_path):
+    """Oracle: each folder of clips by itself, with the same chance of the window; captions where both have them."""
+    for name, texts in (("a", True), ("b", True), ("c", False)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            write_pictures(tmp_path / name / f"{i}.gif", moving(9, seed=i))
+            if texts:
+                (tmp_path / name / f"{i}.txt").write_text(f"{name} {i}")
+    words = ("data.num_frames=3", "data.image_size=16", "data.flip=false")
+    paths = [f"{{path: {tmp_path / name}}}" for name in "abc"]
+    data, train, _ = opened(f"data.mixture=[{paths[0]}, {paths[1]}]", *words)
+    index, chance = torch.tensor([4, 0, 2]), torch.tensor([0.9, 0.1, 0.5])
+    batch, bad = train.read_batch(index, None, chance)
+    alone = [open_sources(part)[0] for part in data.parts()]
+    for row, (source, place) in enumerate(((1, 1), (0, 0), (0, 2))):
+        item = alone[source].read(place, chance[row].item())
+        assert item.keys() == {name for name in batch} and not bad and train.chance_name == "clip"
+        assert all(torch.equal(batch[name][row], torch.as_tensor(item[name])) for name in item)
+    _, mixed, _ = opened(f"data.mixture=[{paths[0]}, {paths[2]}]", *words)
+    assert train.captioned and not mixed.captioned and mixed.uncaptioned == f"data.path={tmp_path / 'c'}"
+    assert "caption" not in mixed.read_batch(torch.arange(6))[0]
 
 
 def test_latents_are_mixed(tmp_path):
