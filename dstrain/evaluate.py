@@ -177,8 +177,8 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         if pairs:
             return open_pairs(path, data.splits, "all")
         if data.num_frames is not None:                                  # with captions of their own
-            return open_sources(data.model_copy(update={"path": path, "held_out": 0.0, "held_out_path": None,
-                                                        "images": None, "captions": None}))[0]
+            return open_sources(data.model_copy(update={"path": path, "mixture": None, "held_out": 0.0, "images": None,
+                                                        "held_out_path": None, "captions": None}))[0]
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],

@@ -105,7 +105,7 @@ def loop(training: Training) -> int:
         if stop:
             training.stops.settle()
         if due(every.report, done) or last:
-            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
+            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
             tracker.report(done, throughput.figures(done) | counts | engines.figures())
         if last or any(due(interval, done) for interval in (every.save, every.sample, every.evaluate, every.metrics,
                                                             run.ema.snapshots)):

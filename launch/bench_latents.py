@@ -5,13 +5,16 @@
 files      one latent a file, float32, and its label in another, as fast-DiT caches them: np.load of both, stacked
 shards     data/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch
 cold       the same, with the shards dropped from memory before (posix_fadvise; not on tmpfs)
+cold files the files, dropped from memory before
 expected   cold, where the samples were named to `Latents.expect` --step milliseconds earlier, as in training
 
 All read the same indices, drawn anew each round, on one core: the first two after one pass over all that brings them
 into memory, in turn, A B A B, then the other two. The table shows the fastest and the median of the rounds. A file of
 float32 latents has as many bytes as mean and deviation in float16.
 
-2026-11-22, a virtual disk, medians of 20 rounds on a busy machine: cold 1,200 samples a second, expected 130,000.
+2026-11-22, a virtual disk, medians of 15 rounds on a busy machine: files 2,800 samples a second, shards 410,000; cold
+files 760, cold 1,700, expected 150,000. The fastest rounds: 3,300 and 450,000; 2,400, 2,500, 180,000. In memory on a
+quieter machine 9,900 and 470,000: there the bytes of the latents are the limit.
 """
 
 import argparse
@@ -56,7 +59,7 @@ def compare(root: Path, options: argparse.Namespace) -> None:
         assert torch.allclose(means.float(), stored(every[-options.batch:], options)[:, 0, 0], atol=1e-2)
         for part in every.split(options.batch):
             way(part, torch.ones(len(part), dtype=torch.bool))
-    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "cold", "expected")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "cold files", "cold", "expected")}
     drawn = [(torch.from_numpy(random.integers(0, options.samples, options.batch)),
               torch.from_numpy(random.random(options.batch) < 0.5)) for _ in range(options.rounds)]
     for index, side in drawn:
@@ -66,8 +69,12 @@ def compare(root: Path, options: argparse.Namespace) -> None:
             seconds[name].append(time.perf_counter() - start)
     source._open.clear()                                           # pages that are mapped stay in memory
     for index, side in drawn:
+        drop(*(root / "files" / f"{i}{kind}.npy" for i in index.tolist() for kind in ("", "_label")))
+        start = time.perf_counter()
+        ways["files"](index, side)
+        seconds["cold files"].append(time.perf_counter() - start)
         for name in ("cold", "expected"):
-            drop(root / "shards")
+            drop(*(root / "shards").iterdir())
             fresh = Latents(root / "shards")
             if name == "expected":
                 fresh.expect(index, side)
@@ -85,9 +92,9 @@ def compare(root: Path, options: argparse.Namespace) -> None:
               f"{middle['files'] / middle[name]:10.1f}")
 
 
-def drop(folder: Path) -> None:
-    """Drops the files of a folder from memory."""
-    for path in folder.iterdir():
+def drop(*paths: Path) -> None:
+    """Drops files from memory."""
+    for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

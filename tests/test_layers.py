@@ -39,7 +39,7 @@ RULES = {
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
 VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "reconstruct", "sweep", "adopt",
-         "plan", "notebook", "keep", "index_data")
+         "plan", "notebook", "keep", "index_data", "pack")
 A_VERB_OF_VERBS = {"plan": ("bench.calibrate",), "sweep": ("quality",)}        # one times the loop's own step
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",

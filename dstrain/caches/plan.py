@@ -117,6 +117,9 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
     if (run_data := stage.data) is not None:
         size = size or run_data.image_size
+        if path is None and run_data.mixture:
+            raise ConfigError("the run learned from a mixture: name one of its sources with --data, and encode each "
+                              "into a folder of its own; data.mixture=[{path: ...}, ...] then mixes the codes")
         if path is None:
             path, held_out_path = run_data.path, run_data.held_out_path
             share = run_data.held_out if options.held_out is None else options.held_out
@@ -137,7 +140,8 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
     """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
-    changes = {"path": path, "held_out": share, "held_out_path": held_out_path, "flip": False, "codes": None}
+    changes = {"path": path, "mixture": None, "held_out": share, "held_out_path": held_out_path, "flip": False,
+               "codes": None}
     if options.data is not None:
         changes |= {"images": None, "captions": None}
     changes |= {name: value for name in ("image_size", "captions") if (value := getattr(options, name)) is not None}

@@ -1,6 +1,7 @@
 """From what was typed to a checked job: every check that needs no DeepSpeed engine, before anything expensive."""
 
 import importlib.util
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dstrain.engine import settings
 from dstrain.engine.store import Store
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
-from dstrain.recipe import ConfigError, Run, as_text
+from dstrain.recipe import ConfigError, Data, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
 
@@ -95,21 +96,39 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 def _path_problems(run: Run) -> list[str]:
     """What is wrong with the paths of a recipe."""
-    problems = [problem for key, path in (("data.path", run.data.path), ("data.held_out_path", run.data.held_out_path))
-                if path is not None and (problem := _data_path_problem(key, path))]
-    if run.data.held_out and run.data.path.startswith("builtin:"):
-        problems.append(f"data.held_out={run.data.held_out}: {run.data.path} holds out images itself: leave it out")
-    paths = [os.path.join(os.path.realpath(path), "") for path in (run.data.path, run.data.held_out_path or "") if path]
-    if not problems and len(paths) == 2 and (paths[0].startswith(paths[1]) or paths[1].startswith(paths[0])):
-        problems.append(f"data.held_out_path={run.data.held_out_path} and data.path={run.data.path} share files, and "
-                        "evaluation would see what was trained on: name a folder beside it, or write "
-                        "data.held_out=0.02")
+    problems = _data_problems(run.data)
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
     if run.init_from is not None and not run.init_from.exists() and not folders.last_saved(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _folder_problem(run.directory)
     return problems + ([f"folder={as_text(run.directory)}: {problem}"] if problem else [])
+
+
+def _data_problems(data: Data) -> list[str]:
+    """What is wrong with the paths of the data, of all sources of a mixture."""
+    parts = data.parts() or (data,)
+    problems = [problem for part in parts for key, path in (("data.path", part.path),
+                                                            ("data.held_out_path", part.held_out_path))
+                if path is not None and (problem := _data_path_problem(key, path))]
+    problems += [f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out" for part in parts
+                 if part.held_out and part.path.startswith("builtin:")]
+    if problems:
+        return problems
+    for part, other in itertools.product(parts, parts):
+        if other.held_out_path and _share(part.path, other.held_out_path):
+            problems.append(f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
+                            "evaluation would see what was trained on: name a folder beside it, or write "
+                            "data.held_out=0.02")
+        elif part is not other and other.held_out and _share(part.path, other.path):
+            problems.append(f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
+                            "trained on in the other: take folders that lie beside each other, or hold nothing out")
+    return problems
+
+
+def _share(one: str, other: str) -> bool:
+    one, other = (os.path.join(os.path.realpath(path), "") for path in (one, other))
+    return one.startswith(other) or other.startswith(one)
 
 
 def _data_path_problem(key: str, path: str) -> str | None:

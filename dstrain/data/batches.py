@@ -93,6 +93,11 @@ class Batches(AbstractContextManager):
                 self._next = step + 1
             yield batch
 
+    def drawn(self, steps: int) -> dict[str, int]:
+        """Samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; else none."""
+        global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
+        return {f"samples/{name}": count for name, count in source.drawn(seed, steps * global_batch).items()}
+
     def extend(self, steps: int) -> None:
         """Reads on up to another last step, from the next call of `at`."""
         self._steps, self._next = steps, -1

@@ -11,6 +11,8 @@ FASHION_PATH = "builtin:fashion"
 
 def name_of(data: Data) -> str:
     """data.path, or what the codes there were made of, where that is built in."""
+    if data.mixture:
+        return "a mixture"
     if is_encoded(data.path):
         return Latents(data.path).encoding["data"].split()[0]         # a fingerprint, which begins with the name
     return data.path

@@ -99,6 +99,10 @@ class Source(ABC):
         """For the start of a command: how many samples of what, in which classes, and their captions."""
         return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
 
+    def drawn(self, seed: int, positions: int) -> dict[str, int]:
+        """Of a mixture: how many of the first `positions` of the stream come from each source, by its name."""
+        return {}
+
     def class_counts(self) -> np.ndarray | None:
         """Samples of each class, int64 (classes,); None: there are no classes, or counting them would take long."""
         return None

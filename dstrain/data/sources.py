@@ -17,6 +17,7 @@ from dstrain.data.index_build import cache_folder, from_first, open_index
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.imagenet import taken_apart
+from dstrain.data.mixture import open_mixture, with_codes_of
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
@@ -42,6 +43,8 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
+    if data.mixture:
+        return open_mixture(data, lambda part: open_sources(part, verify, run))
     phases().at(f"listing {data.path}")
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
@@ -57,7 +60,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
-    if data.path == MOVING or _holds_videos(data.path):
+    if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
                   request=request_of(data), index=data.index, run=run, crop=Crop.of(data),
@@ -92,7 +95,8 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
-    return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
+    path = "" if data.mixture else f"{data.path}: "
+    return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
 
 
 def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
@@ -132,7 +136,7 @@ def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
     return train, None
 
 
-def _holds_videos(path: str) -> bool:
+def holds_videos(path: str) -> bool:
     """Whether a folder, or its first class, has videos in it and no images."""
     root, has_videos = Path(path), False
     with listing(root):
@@ -163,6 +167,14 @@ def completed(data: Data) -> Data:
 
     ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
+    if data.mixture:
+        parts = [completed(part) for part in data.parts()]
+        for part, kind in zip(parts, kinds := [kind_of(part) for part in parts]):
+            if kind != kinds[0] or kind == "pairs":
+                remedy = "pairs are not mixed" if kind == "pairs" else "mix sources of one kind"
+                raise ConfigError(f"data.mixture: {part.path} holds {KINDS[kind][0]}, {data.path} "
+                                  f"{KINDS[kinds[0]][0]}: {remedy}")
+        return with_codes_of(data, parts)
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
     if data.buckets or data.size_conditions or data.crop != "center":
@@ -199,7 +211,7 @@ def kind_of(data: Data) -> str:
         return "latents" if data.codes.kind == "latents" else tokens
     if is_embeddings(data.path):
         return "pairs"
-    return "clips" if data.num_frames is not None or data.path == MOVING or _holds_videos(data.path) else "images"
+    return "clips" if data.num_frames is not None or data.path == MOVING or holds_videos(data.path) else "images"
 
 
 def require_kind(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from dstrain.data.order import Order
 from dstrain.data.source import Bad, BadSample, Item, Source
 
 
@@ -78,10 +77,10 @@ class Shuffled(View):
 
     def __init__(self, whole: Source, seed: int) -> None:
         super().__init__(whole)
-        self.order = Order(len(whole), seed)
+        self.taken = whole.order(1, seed)
 
     def place(self, index: int | Tensor) -> int | Tensor:
-        return self.order.index_at(index)
+        return self.taken.index_at(index)
 
 
 class Windows(View):

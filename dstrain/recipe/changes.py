@@ -55,6 +55,9 @@ def _flat(run: Run) -> dict[str, Any]:
         for name, value in values.items():
             if isinstance(value, dict):
                 yield from walk(value, f"{prefix}{name}.")
+            elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+                for number, part in enumerate(value):
+                    yield from walk(part, f"{prefix}{name}[{number}].")
             else:
                 yield f"{prefix}{name}", value
 

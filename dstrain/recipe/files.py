@@ -35,6 +35,9 @@ def load(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
         problems += problems_of(error, Run, overridden=overridden, recipe=recipe)
     if problems:
         raise ConfigError(*problems)
+    if run.data.mixture and "data.path" in overridden:
+        raise ConfigError(f"data.path={values['data']['path']}: data.mixture takes its place: leave one of them out, "
+                          "or write data.mixture=null, too")
     return run
 
 

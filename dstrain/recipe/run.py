@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dstrain.recipe.mixture import Mixture
 from dstrain.recipe.problems import divisors
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, short_path
 from dstrain.recipe.shapes import Shape, Shaping
 
 
@@ -26,13 +27,6 @@ def _refuse(*checks: tuple[Any, str]) -> None:
     """Raises one ValueError with the messages of all checks whose first entry is true, one a line."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
-
-
-def _short(path: str) -> str:
-    """A path as Linux takes it, or an error: it is too long."""
-    if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
-        raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
-    return path
 
 
 class Codes(Section):
@@ -55,7 +49,7 @@ class Cache(Section):
     gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0    # 10^9 bytes, at most; data below 0.8 of it stay there
 
 
-class Data(Shaping):
+class Data(Mixture, Shaping):
     path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
     image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32    # pixels, of the square to fit into; clips: width
     height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
@@ -84,7 +78,7 @@ class Data(Shaping):
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.
-        return path and _short(os.path.expanduser(path))
+        return path and short_path(os.path.expanduser(path))
 
     @model_validator(mode="after")
     def _agree(self) -> "Data":
@@ -92,6 +86,7 @@ class Data(Shaping):
                  "frame_stride": self.frame_stride != 1 or None}
         keys = [f"data.{name}" for name, value in clips.items() if value is not None]
         _refuse(
+            *self.mixture_problems(),
             (keys and self.num_frames is None, f"{', '.join(keys)}: of clips, not of images: leave it out, or write "
              "data.num_frames=17, say"),
             (self.num_frames and self.channels == 4, "data.channels=4: clips have no transparency: write "
@@ -102,6 +97,7 @@ class Data(Shaping):
              "data.crop and data.size_conditions are of images, not of clips: leave them out"),
             (self.draft and (self.crop != "center" or self.size_conditions), "data.draft=true goes with data.crop="
              "center and without data.size_conditions: write data.draft=false"),
+            (self.mixture and self.buckets, "data.mixture and data.buckets exclude each other: leave one of them out"),
             (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
             (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
              f"{self.held_out_path} both name held-out images: give one of the two"),
@@ -312,7 +308,7 @@ class Run(Section):
     @field_validator("folder", "init_from")
     @classmethod
     def _expand(cls, path: Path | None) -> Path | None:
-        return path and Path(_short(os.path.expanduser(path)))
+        return path and Path(short_path(os.path.expanduser(path)))
 
     @model_validator(mode="after")
     def _agree(self) -> "Run":

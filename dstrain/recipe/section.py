@@ -8,6 +8,7 @@ What may change is written on the field. The entries of a section inherit what i
 """
 
 import math
+import os
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ from pydantic_core import PydanticCustomError
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]      # products of two fit into float32
 Count = Annotated[int, Field(ge=0)]
+
+
+def short_path(path: str) -> str:
+    """A path as Linux takes it, or an error: it is too long."""
+    if len(os.fsencode(path)) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
+        raise PydanticCustomError("long_path", "it is too long for a path, whose names have 255 bytes at most")
+    return path
 
 
 def _recompute(value: Any) -> Any:
@@ -102,7 +110,7 @@ def resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> R
     rule = MAY_CHANGE
     for depth, name in enumerate(key.split(".")):
         entries = {field.alias or own: field for own, field in schema.model_fields.items()} if schema else {}
-        if (field := entries.get(name)) is None:             # a key of another version: as its section
+        if (field := entries.get(name.partition("[")[0])) is None:    # a key of another version: as its section
             return rule
         rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule)
         schema = system if depth == 0 and name == "model" else subsection(field)

@@ -394,7 +394,7 @@ def test_what_is_expected_is_read_from_the_disk(tmp_path):
     """Oracle: the kernel's own table of pages: samples at both ends of a large shard, and no others."""
     index = torch.tensor([3, 5990])
     write(tmp_path / "cache", number=6000, size=6000)
-    bench_latents.drop(tmp_path / "cache")
+    bench_latents.drop(*(tmp_path / "cache").iterdir())
     source = Latents(tmp_path / "cache")
     codes = source._shard(0)["codes"].reshape(6000, 2, -1)
     wanted = [codes[3, 1], codes[5990, 1]]

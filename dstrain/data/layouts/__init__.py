@@ -15,6 +15,7 @@ from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedCli
 from dstrain.data.layouts.lists import Metadata, TableList
 from dstrain.data.layouts.lmdbs import Lmdbs
 from dstrain.data.layouts.npz import Npz
+from dstrain.data.layouts.packed import PackedFiles
 from dstrain.data.layouts.tars import Tars
 from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.data.layouts.zips import Zips
@@ -23,8 +24,8 @@ from dstrain.data.tables import TABLES
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
-    HubTables, Tars, Zips, Npz, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables, WebVid, TableList, PathList, Metadata,
-    Beside, FlatVal, AllClips, AllFiles, ListedClips, ListedFolders, Clips, Folders)
+    PackedFiles, HubTables, Tars, Zips, Npz, Cifar, Idx, Lmdbs, ArrowTables, ParquetTables, WebVid, TableList, PathList,
+    Metadata, Beside, FlatVal, AllClips, AllFiles, ListedClips, ListedFolders, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:

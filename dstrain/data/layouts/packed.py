@@ -1,0 +1,62 @@
+"""Shards of encoded files as launch/pack.py writes them, see ../packing.py: read by offset, whatever was packed."""
+
+from collections.abc import Iterator
+
+from dstrain.data.files import Files
+from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.packing import INDEX, PACKING, read_index, samples_of, shard_name
+from dstrain.recipe import ConfigError
+
+_MAX_BYTES = 1 << 28                       # of a file that is read
+
+
+class PackedFiles(Layout):
+    """`file` is the number of the shard, `offset` and `size` are the sample's bytes in it."""
+
+    kind = "shards of launch/pack.py"
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        names = {name for name, folder in files.names() if not folder}
+        return INDEX in names or PACKING in names and shard_name(0) in names
+
+    def parts(self) -> list[str]:
+        """ConfigError: not packed to the end, a shard is missing or has another size, clips where images are asked for.
+        """
+        where = f"{self.request.key}={self.root}"
+        try:
+            body = read_index(self.files)
+        except ConfigError as error:
+            raise ConfigError(f"{where} {error}") from None
+        if body["noun"] != self.request.noun:
+            remedy = "write data.num_frames=17, say" if body["noun"] == "clips" else "leave data.num_frames out"
+            raise ConfigError(f"{where} holds {body['noun']}, not {self.request.noun}: {remedy}")
+        for shard in body["shards"]:
+            try:
+                size = self.files.stat(shard["name"]).size
+            except OSError:
+                size = None
+            if size != shard["size"]:
+                problem = "is missing" if size is None else f"has {size} bytes instead of {shard['size']}"
+                raise ConfigError(f"{where}: {shard['name']} {problem}: repeat the launch/pack.py that wrote it")
+        self.classes = () if self.request.labels == "none" else tuple(body["classes"])
+        return [shard["name"] for shard in body["shards"]]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        number = int(part.removeprefix("files_").partition(".")[0])
+        try:
+            for packed in samples_of(self.files, part):
+                yield Sample(Place(packed.name, number, packed.offset, packed.size),
+                             None if self.request.labels == "none" else packed.label,
+                             packed.captions if self.request.captions else ())
+        except ConfigError as error:
+            raise ConfigError(f"{self.request.key}={self.root}: {error}") from None
+
+    def read(self, place: Place) -> bytes:
+        if not 0 < place.size <= _MAX_BYTES:
+            problem = "it could not be read when it was packed" if not place.size else f"has {place.size} bytes"
+            raise ConfigError(f"{problem}; at most {_MAX_BYTES} are read")
+        return self.files.span(shard_name(place.file), place.offset, place.size)
+
+    def watched(self) -> list[str]:
+        return [INDEX, *self.parts()]

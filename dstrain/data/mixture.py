@@ -1,0 +1,287 @@
+"""Several sources as one: which source each sample comes from, and in which order the samples of each come.
+
+    stream position p     lies in block p // 256, whose 256 positions are shuffled by the seed: p -> slot s
+    slot s                belongs to source k, and is the n-th of its slots, where count_k(s) = n
+    sample                Order(size_k, seed_k).index_at(n): each source passes through its own epochs
+
+count_k(s), how many of the slots before s belong to source k, is computed and not stored. With whole weights w_k, the
+first source gets count_0 = floor(s * w_0 / W) of s slots, where W is the sum of all weights. The second gets
+floor((s - count_0) * w_1 / (W - w_0)) of the others, and so on; the last gets the rest. One slot more is one more of
+exactly one source. So a source misses its share by less than one sample for each source, at any position, and a
+sample's source and place depend on the weights, the seed and its position alone. Shuffling within blocks keeps the
+pattern of the slots from meeting the pattern of ranks and micro-batches.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dstrain.data.order import Order
+from dstrain.data.shards import read_index
+from dstrain.data.source import Bad, BadSample, Item, Source
+from dstrain.recipe import ConfigError, Data
+
+_BLOCK = 256                               # positions that are shuffled among each other
+_LARGEST = 1 << 30                         # sum of whole weights: products of two fit into int64
+# What caches that are used together have in common, by the names of their encoding.
+ENCODED_ALIKE = ("first_stage", "kind", "image_size", "channels", "shape", "num_frames", "frame_stride", "captions",
+                 "text", "dtype", "flips")
+
+
+@dataclass(frozen=True)
+class MixtureOrder:
+    """The infinite stream of a mixture: indices into its sources, which stand one after the other.
+
+    sizes: samples of each source. weights: of each, whole numbers as of `whole`. seed: any int.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[int, ...]
+    seed: int = 0
+
+    def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
+        """As of Order: the sample's index at stream position(s) >= 0."""
+        if isinstance(position, Tensor):
+            return torch.from_numpy(self.index_at(position.numpy()))
+        if not isinstance(position, np.ndarray):
+            return int(self.index_at(np.array([position], np.int64))[0])
+        sources, places = self.places(position)
+        index, begin = np.empty(position.shape, np.int64), 0
+        for k, size in enumerate(self.sizes):
+            here = sources == k
+            index[here] = begin + Order(size, _seed_of(self.seed, k)).index_at(places[here])
+            begin += size
+        return index
+
+    def places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of stream positions int64 (...): the source of each, and its place in the stream of this source."""
+        slots = position - position % _BLOCK + Order(_BLOCK, _seed_of(self.seed, -1)).index_at(position)
+        before = self._dealt(slots)                                            # (sources, ...)
+        sources = (self._dealt(slots + 1) - before).argmax(0)
+        return sources, np.take_along_axis(before, sources[None], 0)[0]
+
+    def counts(self, positions: int) -> list[int]:
+        """How many of the first `positions` of the stream belong to each source."""
+        whole = positions - positions % _BLOCK
+        rest, _ = self.places(np.arange(whole, positions))
+        return (self._dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
+
+    def _dealt(self, slots: np.ndarray) -> np.ndarray:
+        """count_k of the module's docstring, int64 (sources, ...), for numbers of slots int64 (...)."""
+        counts, rest, total = [], slots, sum(self.weights)
+        for weight in self.weights:
+            counts.append(rest // total * weight + rest % total * weight // total)     # rest * weight might overflow
+            rest, total = rest - counts[-1], total - weight
+        return np.stack(counts)
+
+
+def whole(weights: Sequence[float]) -> tuple[int, ...]:
+    """Positive weights as whole numbers in the same ratio, as they are written in decimals: 0.3 is 3 / 10.
+
+    Where their sum would exceed 2^30 they are rounded to it, and none becomes 0.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * common) for weight in exact]
+    divisor, total = math.gcd(*numbers), sum(numbers)
+    if total // divisor > _LARGEST:
+        return tuple(max(1, number * _LARGEST // total) for number in numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+def _seed_of(seed: int, source: int) -> int:
+    """The seed of a source's own order; of source -1 that of the blocks."""
+    return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
+
+
+class Mixture(Source):
+    """The samples of several sources, one source after the other; the stream takes them by their weights.
+
+    names: of the sources, each another one. weights: of each; None takes the numbers of their samples. classes: of the
+    mixture, by `common_classes`. Captions are in the items where all sources have them.
+    """
+
+    batched = True
+
+    def __init__(self, sources: Sequence[Source], names: Sequence[str], weights: Sequence[float] | None,
+                 classes: tuple[str, ...]) -> None:
+        self.sources, self.names, self.classes = tuple(sources), tuple(names), classes
+        self.sizes = tuple(len(source) for source in sources)
+        self.weights = whole(weights or self.sizes)
+        self._ends = torch.tensor(self.sizes).cumsum(0)
+        places = {name: place for place, name in enumerate(classes)}
+        # The label of each class of a source in the mixture, None where they are the same.
+        self.labels = [None if source.classes == classes[:len(source.classes)] else
+                       torch.tensor([places[name] for name in source.classes]) for source in sources]
+        self.noun = self.sources[0].noun
+        self.light = all(source.light for source in sources)
+        self.expects = any(source.expects for source in sources)
+        self.captioned = all(source.captioned for source in sources)
+        self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
+        chooses = next((source for source in sources if source.chance_name), sources[0])      # those that do, do so alike
+        self.chance_name, self.chance_count = chooses.chance_name, chooses.chance_count
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Item:
+        return self.read(index)
+
+    def read(self, index: int, chance: float | None = None) -> Item:
+        source, place = self._place(index)
+        try:
+            return self._alike(source, self.sources[source].read(place, chance))
+        except BadSample as error:
+            raise BadSample(f"{self.names[source]}/{error.path}", error.reason) from error
+
+    def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
+                   chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
+        """As of Source. A sample that cannot be read is replaced by one of the same source."""
+        parts, rows, bad = [], [], []
+        for source, here, places in self._by_source(index):
+            part, unreadable = self.sources[source].read_batch(
+                places, *(None if values is None else values[here] for values in (mirrored, chance)))
+            parts.append(self._alike(source, part))
+            rows.append(here)
+            bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
+        order = torch.cat(rows).argsort()
+        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}, bad
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+        for source, here, places in self._by_source(index):
+            if self.sources[source].expects:
+                self.sources[source].expect(places, None if mirrored is None else mirrored[here])
+
+    def name(self, index: int) -> str:
+        source, place = self._place(index)
+        return f"{self.names[source]}/{self.sources[source].name(place)}"
+
+    def order(self, global_batch: int, seed: int) -> MixtureOrder:
+        return MixtureOrder(self.sizes, self.weights, seed)
+
+    def drawn(self, seed: int, positions: int) -> dict[str, int]:
+        return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).counts(positions)))
+
+    def fingerprint(self) -> str:
+        return self._joined([source.fingerprint() for source in self.sources])
+
+    def contents(self) -> str:
+        return self._joined([source.contents() for source in self.sources])
+
+    def describe(self) -> str:
+        total = sum(self.weights)
+        parts = (f"{weight / total:.1%} {name} ({source.describe()})"
+                 for weight, name, source in zip(self.weights, self.names, self.sources))
+        return f"a mixture of {len(self.sources)}, {super().describe()}: {'; '.join(parts)}"
+
+    def class_counts(self) -> np.ndarray | None:
+        counts = np.zeros(len(self.classes), np.int64)
+        for source, labels in zip(self.sources, self.labels):
+            own = source.class_counts()
+            if own is None:
+                return None
+            np.add.at(counts, np.arange(len(own)) if labels is None else labels.numpy(), own)
+        return counts if self.classes else None
+
+    def _joined(self, fingerprints: list[str]) -> str:
+        classes = blake2b("\n".join(self.classes).encode(), digest_size=8).hexdigest()
+        parts = " + ".join(f"{weight} [{fingerprint}]" for weight, fingerprint in zip(self.weights, fingerprints))
+        return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(source, index in it) of an index."""
+        source = int(torch.bucketize(index, self._ends, right=True))
+        return source, index - int(self._ends[source]) + self.sizes[source]
+
+    def _by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Of each source with some of the indices (b,): its number, their places in (b,), their indices in it."""
+        sources = torch.bucketize(index, self._ends, right=True)
+        rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
+        return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
+
+    def _alike(self, source: int, item: dict) -> dict:
+        """An item or a batch of a source with the mixture's labels, and a caption only where all sources have one."""
+        if not self.captioned:
+            item = {name: values for name, values in item.items() if name != "caption"}
+        if (labels := self.labels[source]) is not None and "label" in item:
+            label = labels[item["label"]]
+            item = item | {"label": label if label.ndim else int(label)}
+        return item
+
+
+def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
+    """The training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
+
+    None: no source holds anything out. ConfigError as `opened` and `common_classes`.
+    """
+    paths = [source.path for source in data.mixture]
+    short = [os.path.basename(os.path.normpath(path)) for path in paths]
+    names = short if len({*short}) == len(short) else paths
+    sources, unseen = zip(*map(opened, data.parts()))
+    classes = common_classes(sources, names, data.mixture_classes)
+    weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
+    held = [(source, name) for source, name in zip(unseen, names) if source is not None]
+    return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
+
+
+def with_codes_of(data: Data, parts: Sequence[Data]) -> Data:
+    """The section of a mixture with the `codes` of its parts, which are completed.
+
+    The latents' scaling factor is 1 / the standard deviation of the mixture. ConfigError: they were not encoded alike.
+    """
+    codes = parts[0].codes
+    for part in parts[1:]:
+        if (part.codes is None) != (codes is None):
+            encoded, plain = (parts[0], part) if part.codes is None else (part, parts[0])
+            raise ConfigError(f"data.mixture: {encoded.path} holds cached codes, and {plain.path} does not: encode "
+                              "all, or none")
+    if codes is None:
+        return data.model_copy(update={"codes": None})
+    indexes = [read_index(Path(part.path)) for part in parts]
+    for part, index in zip(parts[1:], indexes[1:]):
+        for key in ENCODED_ALIKE:
+            first, other = indexes[0]["encoding"].get(key), index["encoding"].get(key)
+            if first != other:
+                raise ConfigError(f"data.mixture: {part.path} has {key} {other}, {parts[0].path} has {first}: encode "
+                                  "all of them alike")
+    weights = np.array([source.weight or index["encoding"]["number"] for source, index in zip(data.mixture, indexes)])
+    if codes.kind == "latents":
+        means, deviations = (np.array([index["statistics"][name] for index in indexes]) for name in ("mean", "std"))
+        mean, second = (np.average(values, weights=weights) for values in (means, deviations ** 2 + means ** 2))
+        codes = codes.model_copy(update={"scaling_factor": float((second - mean ** 2) ** -0.5)})
+    return data.model_copy(update={"codes": codes})
+
+
+def common_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
+    """The classes of a mixture, () where no source has any.
+
+    rule: "same": all sources have the same names; "first": those of the first source, and the others have none beside;
+    "union": those of the first source, and behind them what others add. ConfigError: the sources' are not so.
+    """
+    first = sources[0].classes
+    if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:
+        have, lack = ("has classes", "none") if first else ("has no classes", "some")
+        raise ConfigError(f"data.mixture: {names[0]} {have}, and {without[0]} has {lack}: give all of them classes, or "
+                          "none")
+    classes = dict.fromkeys(first)
+    for name, source in zip(names[1:], sources[1:]):
+        if rule == "union":
+            classes |= dict.fromkeys(source.classes)
+            continue
+        problem = next((f"{name} has the class {own}, which {names[0]} has not" for own in source.classes
+                        if own not in classes), None)
+        if rule == "same":
+            problem = problem or next((f"{name} lacks the class {own} of {names[0]}" for own in first
+                                       if own not in set(source.classes)), None)
+        if problem:
+            raise ConfigError(f"data.mixture_classes={rule}: {problem}: name the classes alike, or write "
+                              "data.mixture_classes=union for the classes of all sources")
+    return tuple(classes)
