@@ -137,13 +137,15 @@ def test_a_share_is_held_out(tmp_path):
     """Oracle: the two splits part the whole; a share by the hash, near the fraction, the same at every opening."""
     codes = write(tmp_path / "x", number=1000, size=300)
     train, unseen = (Latents(tmp_path / "x", split, 0.2) for split in ("train", "held_out"))
-    assert sorted([*train.members, *unseen.members]) == list(range(1000)) and 150 < len(unseen) < 250
-    assert np.array_equal(unseen.members, Latents(tmp_path / "x", "held_out", 0.2).members)
-    assert np.array_equal(unseen[7]["latent_mean"], codes[unseen.members[7], 0, 0])
+    members, others = (view.members.at(np.arange(len(view))) for view in (unseen, train))
+    held = rng.uniform(rng.keys_of_seeds(torch.arange(1000)), "held_out") < 0.2
+    assert members.tolist() == held.nonzero()[:, 0].tolist() and others.tolist() == (~held).nonzero()[:, 0].tolist()
+    assert 150 < len(unseen) < 250 and np.array_equal(unseen[7]["latent_mean"], codes[members[7], 0, 0])
+    assert train.class_counts().tolist() == np.bincount(others % 3).tolist() and unseen.name(7).endswith(f"{members[7]}]")
     assert train.fingerprint() != unseen.fingerprint() != Latents(tmp_path / "x").fingerprint()
     seen = list(held_out(unseen, 64))
     rows = torch.cat([batch["latent_mean"][batch["valid"]] for batch in seen])
-    assert np.array_equal(rows, codes[unseen.members, 0, 0]), "held-out samples are never mirrored"
+    assert np.array_equal(rows, codes[members, 0, 0]), "held-out samples are never mirrored"
     with pytest.raises(ValueError, match="leaves none of the 1000"):
         Latents(tmp_path / "x", "held_out", 1e-9)
 
@@ -413,13 +415,13 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
     run has begun or gone on; and naming them changes no batch.
     """
     class Observed(Latents):
-        def expect(self, index, mirrored=None):
+        def expect(self, index, mirrored=None, chance=None):
             seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
-            super().expect(index, mirrored)
+            super().expect(index, mirrored, chance)
 
-        def take(self, index, mirrored=None):
+        def take(self, index, mirrored=None, chance=None):
             seen.append(("taken", *zip(index.tolist(), mirrored.tolist())))
-            return super().take(index, mirrored)
+            return super().take(index, mirrored, chance)
 
     write(tmp_path / "cache")
     settings = dict(global_batch=8, micro_batch=2, seed=3, rank=1, world=2, num_workers=0, flip=True, steps=9)
