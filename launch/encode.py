@@ -23,6 +23,8 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --precision NAME      of the first stage: fp32, tf32 or bf16 (fp32)
   --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
+  --part K/N            the Kth of N ranges of shards, for machines without a launcher: each gives the same command with
+                        a K of its own and the same --out (or puts the shards together); the last one writes the index
   --ema NUMBER | --raw  of a run: the average of this decay or width, or the training weights (its first one)
   --checkpoint STEP     of a run: the step to load (the newest whole one)
   --max-bad-fraction F  unreadable files that are replaced before it ends (0.01)
@@ -59,6 +61,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
     parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
     parser.add_argument("--shard-size", "--shard_size", type=arguments.positive, default=4096)
+    parser.add_argument("--part", type=arguments.part)
     parser.add_weights()
     parser.add_precision()
     parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=arguments.share, default=0.01)
@@ -119,7 +122,7 @@ def main() -> None:
         group.leave()
         return
     index = encode.encode(options)
-    if group.rank() == 0:
+    if group.rank() == 0 and index is not None:
         encoding, found = index["encoding"], index["statistics"]
         scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
         scale += f" of {encoding['codebook_size']} ids" if encoding.get("codebook_size") else ""

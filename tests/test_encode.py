@@ -39,7 +39,7 @@ def options(path, vae, images, **changes):
 
 
 def content(path):
-    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name not in (".lock", ".shards")}
 
 
 def test_shards_hold_the_posterior(tmp_path, vae, images):
@@ -90,6 +90,32 @@ def test_the_same_command_again(tmp_path, vae, images):
     encode(options(out, vae, images))
     assert content(out) == before
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == kept
+
+
+def test_parts_make_the_whole(tmp_path, vae, images, capsys):
+    """Oracle: the bytes of one command, from parts in any order, in one folder and in two that are put together."""
+    encode(options(tmp_path / "whole", vae, images, shard_size=4))
+    whole, out = content(tmp_path / "whole"), tmp_path / "out"
+
+    def part(place, parts, out=out):
+        return encode(options(out, vae, images, shard_size=4, part=(place, parts)))
+
+    (tmp_path / "out").mkdir()
+    assert part(3, 3) is None and "these are not: 1/3, 2/3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="not encoded to the end"):
+        Latents(out)
+    (out / ".shard_00004.safetensors.tmp").write_bytes(b"another part writes it now")
+    assert part(1, 3) is None and (out / ".shard_00004.safetensors.tmp").exists()
+    assert sorted(path.name for path in out.glob("shard*")) == [shards.shard_name(k) for k in (0, 1, 5, 6, 7)]
+    part(2, 3, tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").glob("shard_*"):
+        shutil.copy(path, out)
+    damaged = out / shards.shard_name(3)
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    assert part(3, 3) is None and "these are not: 2/3" in capsys.readouterr().out
+    index = part(2, 3)
+    assert content(out) == whole and index["class_counts"] == Latents(out).class_counts().tolist() == [10, 10, 10]
+    assert part(40, 64)["encoding"] == index["encoding"], "a part of no shard may be the last one"
 
 
 def test_another_encoding_is_refused(tmp_path, vae, images):

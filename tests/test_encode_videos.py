@@ -48,7 +48,7 @@ def options(root, out, **changes):
 
 
 def content(path):
-    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name not in (".lock", ".shards")}
 
 
 def tokens_of(system, nets, videos, frames):

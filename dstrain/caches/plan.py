@@ -41,6 +41,7 @@ class EncodeOptions:
     ema: float | None = None                   # of a run: decay; None: its choice
     raw: bool = False                          # of a run: the training weights instead of an average
     step: int | None = None                    # of a run: checkpoint; None: the newest whole one
+    part: tuple[int, int] | None = None        # (3, 16): the third of 16 equal ranges of shards; None: all
     max_bad_fraction: float = 0.01             # of the samples, replaced where unreadable
     precision: Precision = "fp32"              # of the first stage
 
