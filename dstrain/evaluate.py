@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import ImageFolder, open_images
+from dstrain.data.images import Images, open_images
 from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
@@ -155,7 +155,7 @@ def _source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
-        source = open_sources(run.data)[0 if options.split == "train" else 1]
+        source = open_sources(run.data, run=options.folder)[0 if options.split == "train" else 1]
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
                           "was trained on with --split train, or train with data.held_out=0.05")
@@ -194,12 +194,12 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
     return source
 
 
-def _require_fit(path: str, source: ImageFolder, run: Run) -> None:
+def _require_fit(path: str, source: Images, run: Run) -> None:
     """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with open_image(source.path / source.name(index), FORMATS) as image:
+            with open_image(source.content(source.index.place(index)), FORMATS) as image:
                 grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
                             or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
                 sides.append(min(image.size))

@@ -157,7 +157,7 @@ def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[s
 def _classes(run: Run) -> tuple[str, ...]:
     """Names of the labels, if the run's data are still there and say so."""
     try:
-        return tuple(open_sources(run.data)[0].classes)
+        return tuple(open_sources(run.data, run=run.directory)[0].classes)
     except (ValueError, OSError, AttributeError):
         return ()
 
@@ -186,7 +186,7 @@ def _measured(num: int, run: Run, system: System, nets: dict[str, nn.Module]) ->
 
 
 def _examples(num: int, run: Run, system: System) -> Iterator[Example]:
-    source = Shuffled(open_sources(run.data)[0], run.seed)
+    source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
     for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
         with torch.no_grad():                  # around the yield it would also hold in the caller's loop

@@ -63,7 +63,7 @@ class TrainedRun:
 
         ConfigError: the data are not there, or none of them are held out.
         """
-        source = open_sources(self.recipe.data)[1]
+        source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
             raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
         return score(self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed,

@@ -191,7 +191,8 @@ def _own_data(options: QualityOptions, run: Run) -> Images:
     split = options.split or "train"
     source = None if split == "test" else built_in(run.data, split)       # codes of them are compared as pictures, too
     if source is None:
-        source = open_split(run.data, split) if split == "test" else open_sources(run.data)[split == "held_out"]
+        source = (open_split(run.data, split) if split == "test" else
+                  open_sources(run.data, run=options.folder)[split == "held_out"])
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
     return Sourced(Spread(source, None if options.write_reference is None else options.num))

@@ -32,7 +32,7 @@ def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = No
     at every width. ConfigError: the run holds no samples out.
     """
     run = trained.read(folder)
-    source = open_sources(run.data)[1]
+    source = open_sources(run.data, run=folder)[1]
     if source is None:
         raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05")
     source, system = Spread(source, num), systems.build(run.system, run.model)

@@ -210,7 +210,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     start(run.faults.timeout_minutes)
     watchdog.talk()
     hosts.check(run, settings)                                    # before anything is moved or written
-    source, held_out_source = open_sources(run.data)
+    source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
         say(*described(run.data, source, held_out_source, folder))
     phases().at("building networks")

@@ -153,7 +153,7 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     from dstrain.data.sources import described, is_embeddings, open_sources
     from dstrain.metrics.during import checked_quality
 
-    source, held_out = open_sources(run.data, verify=True)
+    source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
         remedy = "splits=[0.8,0.1,0.1]" if is_embeddings(run.data.path) else "held_out=0.02, or data.held_out_path"
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")

@@ -1,6 +1,7 @@
 """Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -56,7 +57,7 @@ class LocalFiles(Files):
 
     def stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))
-        return Stat(status.st_size if not os.path.isdir(os.path.join(self.root, name)) else 0, str(status.st_mtime_ns))
+        return Stat(0 if stat.S_ISDIR(status.st_mode) else status.st_size, str(status.st_mtime_ns))
 
     def open(self, name: str) -> BinaryIO:
         require_regular(self.local(name))

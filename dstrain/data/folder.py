@@ -140,7 +140,7 @@ def _by_folders(root: Path, suffixes: tuple[str, ...], key: str,
     refuse_splits(root, classes, key)
     flat = sorted(name for name in set(os.listdir(root)).difference(classes)
                   if name.lower().endswith(suffixes) and name[0] != ".")
-    members = {name: sorted(_walk(root, name, suffixes)) for name in classes}
+    members = {name: sorted(walk(root, name, suffixes)) for name in classes}
     full = [name for name in classes if members[name]]
     if not flat and not full:
         raise _without_files(root, suffixes, key, kind)
@@ -163,7 +163,7 @@ def _by_folders(root: Path, suffixes: tuple[str, ...], key: str,
 def _by_names(root: Path, suffixes: tuple[str, ...], key: str, kind: str,
               by_name: dict[str, int]) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
     """As `list_folder`, of files at any depth, whose labels stand in a dataset.json."""
-    names = sorted(_walk(root, "", suffixes))
+    names = sorted(walk(root, "", suffixes))
     if not names:
         raise _without_files(root, suffixes, key, kind)
     if not by_name:
@@ -218,7 +218,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0 ** 64
 
 
-def of_each(ask: Callable[[str], _T], names: Names) -> Iterator[_T]:
+def of_each(ask: Callable[[str], _T], names: Names | list[str]) -> Iterator[_T]:
     """ask(name) in the order of the names, by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(names), _PENDING):
@@ -245,12 +245,12 @@ def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _walk(root: Path, folder: str, suffixes: tuple[str, ...], above: tuple[str, ...] = (),
-          seen: set[str] | None = None) -> Iterator[str]:
+def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] | None = None,
+         above: tuple[str, ...] = (), seen: set[str] | None = None) -> Iterator[str]:
     """Relative paths of the files at any depth below root/folder; no file is asked for its status.
 
-    above: the real paths of `root` and of all folders down to this one, whose links back are passed over; seen: targets
-    of the links to folders that were followed, once each.
+    visited: gets the relative paths of the folders below. above: the real paths of `root` and of all folders down to
+    this one, whose links back are passed over; seen: targets of the links to folders that were followed, once each.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen
@@ -266,6 +266,8 @@ def _walk(root: Path, folder: str, suffixes: tuple[str, ...], above: tuple[str, 
                     if target in seen or target in above:
                         continue
                     seen.add(target)
-                yield from _walk(root, name, suffixes, (*above, target), seen)
+                if visited is not None:
+                    visited.append(name)
+                yield from walk(root, name, suffixes, visited, (*above, target), seen)
             elif entry.name.lower().endswith(suffixes):
                 yield name

@@ -1,22 +1,31 @@
-"""Image sources: the built-in Fashion-MNIST and folders of images by class.
+"""Image sources: the built-in Fashion-MNIST, and images in any form of layouts/.
 
-Items are {"image": uint8 (C, H, W), "label": int, index into `classes`}.
+Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
+UTF-8 as uint8 (CAPTION_BYTES,)}.
 """
 
+import io
 import lzma
 import zlib
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain.data.folder import Folder, class_names, list_folder
-from dstrain.data.pixels import SUFFIXES, center_crop, read_image, to_tensor
+from dstrain.data.index import Index
+from dstrain.data.index_build import open_index
+from dstrain.data.indexed import Indexed
+from dstrain.data.layouts.base import Layout, Place, Request
+from dstrain.data.pixels import SUFFIXES, center_crop, decode, to_mode, to_tensor
+from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
+from dstrain.data.storage import with_retries
 from dstrain.recipe import ConfigError
 
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -24,13 +33,15 @@ SPLITS = ("train", "held_out", "all")
 
 
 def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
-                held_out_path: str | Path | None = None, draft: bool = False) -> "Fashion | ImageFolder":
-    """Opens a source of square images.
+                held_out_path: str | Path | None = None, draft: bool = False, request: Request | None = None,
+                index: str | Path | None = None, run: Path | None = None) -> "Fashion | Images":
+    """Opens a source of square images, on all ranks together.
 
-    path: "builtin:fashion", or a folder as in folder.py. image_size: side of the square, pixels. channels: 1 (grey), 3
-    (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of a folder
-    that is held out; the built-in data have their own 500. held_out_path: a second folder, with the same classes, that
-    is the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. ConfigError: a path.
+    path: "builtin:fashion", or data in a form of layouts/. image_size: side of the square, pixels. channels: 1 (grey),
+    3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of the data
+    that is held out; the built-in data have their own 500. held_out_path: other data, with the same classes, that are
+    the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request: None for
+    images without captions. index, run: see `open_index`. ConfigError: a path.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -43,16 +54,19 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
-    if held_out_path is None:
-        if split == "held_out" and held_out == 0:
-            raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
-        return ImageFolder(path, image_size, channels, split, held_out, draft)
-    if held_out and not builtin:
+    if held_out_path is None and split == "held_out" and held_out == 0:
+        raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
+    if held_out_path is not None and held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
+    request = request or Request(SUFFIXES)
+    images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions)
+    if held_out_path is None:
+        return images(*open_index(path, request, index, run), split=split, held_out=held_out)
     if split == "train":
-        return ImageFolder(path, image_size, channels, draft=draft)
-    classes = FASHION if builtin else class_names(Path(path))
-    return ImageFolder(held_out_path, image_size, channels, draft=draft, classes=classes, key="data.held_out_path")
+        return images(*open_index(path, request, index, run))
+    classes = FASHION if builtin else open_index(path, request, index, run)[1].classes
+    unseen = replace(request, key="data.held_out_path")
+    return images(*open_index(held_out_path, unseen, index, run), classes=classes, key=unseen.key)
 
 
 @dataclass
@@ -99,31 +113,45 @@ class Fashion(Source):
         return f"builtin:fashion {self.split} n={len(self)} crc={crc:08x}"
 
 
-@dataclass
-class ImageFolder(Folder):
-    """A folder of images; arguments as `open_images`. classes: names that its class folders must be among, if any."""
+class Images(Indexed):
+    """The images of a layout, by its index; arguments as `Indexed` and `open_images`.
 
-    path: str | Path
-    image_size: int
-    channels: int = 3
-    split: str = "all"
-    held_out: float = 0.0
-    draft: bool = False
-    classes: tuple[str, ...] = ()
-    key: str = "data.path"                        # in messages
+    captions: items have a caption. Where a sample has several, `read` takes one by `chance`, without it the first.
+    """
+
     noun = "images"
 
-    def __post_init__(self) -> None:
-        self.path = Path(self.path)
-        self._select(*list_folder(self.path, SUFFIXES, self.key), self.key, "image")
+    def __init__(self, layout: Layout, index: Index, image_size: int, channels: int = 3, draft: bool = False,
+                 captions: bool = False, **choice: Any) -> None:
+        super().__init__(layout, index, **choice)
+        self.image_size, self.channels, self.draft = image_size, channels, draft
+        self.captioned = captions and index.most_captions > 0
+        self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
 
     def __getitem__(self, index: int) -> Item:
-        name = self.name(index)
-        path = self.path / name
-        with reading(name, path):
-            image = read_image(path, self.image_size, self.channels, self.draft)
-        return {"image": image, "label": int(self.labels[index])}
+        return self.read(index)
+
+    def read(self, index: int, chance: float | None = None) -> Item:
+        row = self.row(index)
+        place = self.index.place(row)
+        with reading(place.name, self.path / place.name):
+            item = {"image": with_retries(lambda: self._pixels(place)), "label": self.label(row)}
+            if self.captioned:
+                captions = self.index.captions(row)
+                item["caption"] = packed(captions[int((chance or 0.0) * len(captions))])
+        return item
+
+    def _pixels(self, place: Place) -> Tensor:
+        content = self.content(place)
+        if isinstance(content, np.ndarray):
+            image = Image.fromarray(content[..., 0] if content.shape[-1] == 1 else content)
+            return to_tensor(center_crop(to_mode(image, self.channels), self.image_size))
+        return decode(content, self.image_size, self.channels, self.draft)
+
+    def content(self, place: Place) -> Path | BinaryIO | np.ndarray:
+        """What `layout` reads there, encoded bytes as an open file."""
+        content = self.layout.read(place)
+        return io.BytesIO(content) if isinstance(content, bytes) else content
 
     def _summary(self) -> str:
-        names = blake2b(self.names.blob + self.labels.tobytes(), digest_size=8).hexdigest()
-        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={names}"
+        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"

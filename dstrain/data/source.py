@@ -40,6 +40,8 @@ def reading(name: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except NotRead:
+        raise
     except Exception as error:
         if storage_fails(error, path):
             raise NotRead(f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "

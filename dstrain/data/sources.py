@@ -28,8 +28,10 @@ KINDS = {                                                # what data may hold: i
     "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}")}
 
 
-def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | None]:
-    """The training source and the held-out one, None where a folder holds nothing out. `verify`: compare hashes, too.
+def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> tuple[Source, Source | None]:
+    """The training source and the held-out one, None where a folder holds nothing out; on all ranks together.
+
+    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept.
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
@@ -46,7 +48,8 @@ def open_sources(data: Data, verify: bool = False) -> tuple[Source, Source | Non
         return _open_clips(data)
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
-    common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft)
+    common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
+                  index=data.index, run=run)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)

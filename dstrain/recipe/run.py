@@ -64,10 +64,11 @@ class Data(Section):
     draft: Annotated[bool, FIXED] = False    # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
     max_bad_fraction: Fraction = 0.01        # share of unreadable files that is replaced before the run ends
     workers: Annotated[int, Field(ge=0, le=1024)] | None = None    # loader processes a rank; 0: none; None chooses
+    index: str | None = None                 # folder of the list of samples; None: in the run's, or not kept if small
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
-    @field_validator("path", "held_out_path", "captions", "images")
+    @field_validator("path", "held_out_path", "captions", "images", "index")
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.

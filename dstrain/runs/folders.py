@@ -8,6 +8,7 @@
     bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
     events.jsonl       starts and rollbacks                 report.html      all of it for a person
     earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
+    index/             the list of samples of large data
 """
 
 import fcntl
@@ -56,7 +57,7 @@ def check(run: Run, fingerprint: str, resume: Resume) -> None:
         raise ConfigError(f"folder={folder} holds imported weights, and no moments to go on with: train in another "
                           f"folder= with init_from={folder}")
     if not (folder / "run.yaml").exists():
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_")))
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "earlier_", "index")))
         if names:
             raise ConfigError(f"folder={folder} is not a run's: it holds {', '.join(names[:3])} and no run.yaml; name "
                               "another folder, or move these aside with --from-scratch")
@@ -232,7 +233,7 @@ def note_saved(folder: Path, step: int) -> None:
 
 def set_aside(folder: Path) -> None:
     """Moves the files of an earlier run into earlier_N, so that beginning anew loses nothing. OSError."""
-    if old := [path for path in folder.iterdir() if path.name != ".lock" and not path.name.startswith("earlier_")]:
+    if old := [path for path in folder.iterdir() if not path.name.startswith((".lock", "earlier_", "index"))]:
         earlier = _new_earlier(folder)
         for path in old:
             path.rename(earlier / path.name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain.data import folder as folder_module
+from dstrain.data import indexed as folder_module
 from dstrain.data import images, pixels
 from dstrain.data.folder import Names
 from dstrain.data.images import FASHION, open_images

@@ -1,1 +1,27 @@
 """The forms in which people keep data, in the order in which they are tried; `recognised` chooses one."""
+
+from pathlib import Path
+
+from dstrain.data.files import Files, LocalFiles
+from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.folders import Folders
+from dstrain.recipe import ConfigError
+
+LAYOUTS: tuple[type[Layout], ...] = (Folders,)
+
+
+def files_of(path: str, request: Request) -> Files:
+    """Access to the files at a path. ConfigError: nothing is there."""
+    if not Path(path).exists():
+        raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
+    return LocalFiles(path)
+
+
+def recognised(path: str, files: Files, request: Request) -> Layout:
+    """The layout of the data at a path. ConfigError: they have none of the forms above."""
+    for layout in LAYOUTS:
+        if layout.recognises(path, files, request):
+            return layout(path, files, request)
+    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
+
+

@@ -48,7 +48,7 @@ class Request:
 
 
 class Layout(ABC):
-    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with the data, and the remedy.
+    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with them, and the remedy.
 
     files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
     its samples are listed; with labels that are numbers and no names, the classes are numbered.

@@ -1,0 +1,198 @@
+"""The index of data: of every sample its name, place, label and captions, listed once and mapped by all processes.
+
+    FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
+    FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
+    FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
+    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
+
+An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
+"""
+
+import mmap
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dstrain.data.layouts.base import Place
+from dstrain.disk import atomic, sealed
+from dstrain.recipe import ConfigError
+
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 1
+COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
+    "names": (None, None), "name_ends": (np.uint64, None), "file": (np.int32, 0), "offset": (np.int64, 0),
+    "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None), "caption_ends": (np.uint64, None),
+    "captions_ends": (np.uint64, None)}    # captions_ends: of the captions of a sample, in caption_ends
+CHUNK = 1 << 16                            # samples that are worked on at a time
+
+
+class Split(NamedTuple):
+    """The samples of one split. members: their places in the index, None for all; counts: samples of each class."""
+
+    number: int
+    members: np.ndarray | None
+    counts: list[int]
+    names: str                             # a hash of names and labels
+
+
+class Index:
+    """The samples 0 .. len - 1, as a layout lists them. Pickled, one on a disk is a path, whatever its size.
+
+    classes: names of the classes, () without labels.
+    """
+
+    def __init__(self, header: dict[str, Any], columns: dict[str, Any], folder: Path | None = None) -> None:
+        self.header, self._columns, self.folder = header, columns, folder
+        self.classes = tuple(header["classes"])
+        self.labelled: bool = header["labelled"]           # samples have labels
+        self.most_captions: int = header["most_captions"]  # of a sample; 0: there are none
+        self.rest: str = header["rest"]                    # a hash of all but names and labels; "": there is no more
+        self.single: bool = header["single"]               # every sample is a file of its own, named as the sample
+
+    @classmethod
+    def open(cls, folder: Path) -> "Index | None":
+        """An index on a disk; None where there is none, or a damaged one."""
+        header = read_sealed(folder / HEADER)
+        if header is None or header.get("version") != VERSION:
+            return None
+        columns: dict[str, Any] = {}
+        for name, size in header["columns"].items():
+            try:
+                with open(folder / f"{name}.bin", "rb") as file:
+                    if os.fstat(file.fileno()).st_size != size:
+                        return None
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            except OSError:
+                return None
+            dtype = COLUMNS[name][0]
+            columns[name] = mapped if dtype is None else np.frombuffer(mapped, dtype)
+        return cls(header, columns, folder)
+
+    def __len__(self) -> int:
+        return self.header["number"]
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.name_bytes(index))
+
+    def name_bytes(self, index: int) -> bytes:
+        """A name as the file system has it."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._text("names", "name_ends", index)
+
+    def names(self, start: int, stop: int) -> list[bytes]:
+        """The names of some samples, as the file system has them."""
+        ends = self._columns["name_ends"][start:stop].tolist()
+        first = int(self._columns["name_ends"][start - 1]) if start else 0
+        block = self._columns["names"][first:ends[-1]] if ends else b""
+        return [block[begin - first:end - first] for begin, end in zip([first, *ends], ends)]
+
+    def place(self, index: int) -> Place:
+        return Place(self.name(index), *(self._value(name, index) for name in ("file", "offset", "size")))
+
+    def label(self, index: int) -> int:
+        return self._value("label", index)
+
+    def labels(self, index: slice | np.ndarray) -> np.ndarray:
+        """int32 labels of some samples."""
+        if "label" in self._columns:
+            return self._columns["label"][index]
+        return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        if not self.most_captions:
+            return ()
+        ends = self._columns["captions_ends"]
+        numbers = range(int(ends[index - 1]) if index else 0, int(ends[index]))
+        return tuple(self._text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
+
+    def split(self, split: str, held_out: float) -> Split:
+        """The split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it."""
+        if split == "all" or not held_out:
+            return Split(len(self), None, self.header["counts"], self.header["names"])
+        folder = None if self.folder is None else self.folder / f"held_out-{held_out!r}"
+        header = None if folder is None else read_sealed(folder / HEADER)
+        if header is None:
+            made = {name: _split(self, held_out, name == "held_out") for name in ("train", "held_out")}
+            if folder is None or not self._written(folder, made):
+                return made[split]
+            header = read_sealed(folder / HEADER)
+        row = header[split]
+        return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
+
+    def _written(self, folder: Path, splits: dict[str, Split]) -> bool:
+        """Writes splits beside the index; False where the folder cannot be written."""
+        try:
+            for name, split in splits.items():
+                atomic.write(folder / f"{name}.bin", split.members.tobytes())
+            atomic.write(folder / HEADER, sealed.render({name: {
+                "number": split.number, "dtype": split.members.dtype.name, "counts": split.counts,
+                "names": split.names} for name, split in splits.items()}))
+        except OSError:
+            return False
+        return True
+
+    def _text(self, blob: str, ends: str, index: int) -> bytes:
+        column = self._columns[ends]
+        return bytes(self._columns[blob][int(column[index - 1]) if index else 0:int(column[index])])
+
+    def _value(self, name: str, index: int) -> int:
+        return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
+
+    def _known(self) -> str:
+        return f"{self.header['names']} {self.rest}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """On a disk, where it is and which one it is: it is mapped when it is used in the other process."""
+        if self.folder is None:
+            return self.__dict__
+        return {"folder": self.folder, "known": self._known()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a pickled index has not opened yet. ConfigError: it is not there, or another one."""
+        if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
+            raise AttributeError(name)
+        index = Index.open(self.folder)
+        if index is None or index._known() != self.__dict__["known"]:
+            fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
+            raise ConfigError(f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
+                              "data.index=FOLDER, then give the same command again")
+        self.__dict__.update(index.__dict__)
+        return getattr(self, name)
+
+
+def _split(index: Index, held_out: float, unseen: bool) -> Split:
+    bound, names, labels = held_out * 2.0 ** 64, blake2b(digest_size=8), []
+    dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
+    parts: list[np.ndarray] = [np.empty(0, dtype)]
+    for start in range(0, len(index), CHUNK):
+        block = index.names(start, min(start + CHUNK, len(index)))
+        hashes = (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in block)
+        own = [place for place, value in enumerate(hashes) if (value < bound) == unseen]
+        names.update(b"".join(block[place] for place in own))
+        parts.append(np.array(own, dtype) + dtype(start))
+    members = np.concatenate(parts)
+    counts = np.zeros(len(index.classes), np.int64)
+    for start in range(0, len(members), CHUNK):
+        labels = index.labels(members[start:start + CHUNK])
+        names.update(labels.tobytes())
+        counts += np.bincount(labels, minlength=len(counts))[:len(counts)]
+    return Split(len(members), members, counts.tolist(), names.hexdigest())
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"", dtype)
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    try:
+        return sealed.parse(path.read_bytes())
+    except OSError:
+        return None

@@ -1,0 +1,246 @@
+"""Making the index of data: on one rank, part by part, and found again by every later command.
+
+    FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
+    FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
+    FOLDER/KEY.lock        one command at a time lists
+
+FOLDER is data.index, else `index` in the folder of the run, else of the user's cache. Without data.index, fewer than
+50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the others wait.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from dstrain.data.columns import Columns
+from dstrain.data.files import Files
+from dstrain.data.folder import few, of_each
+from dstrain.data.index import CHUNK, Index, VERSION, WATCHED, read_sealed
+from dstrain.data.layouts import LAYOUTS, files_of, recognised
+from dstrain.data.layouts.base import Layout, Request
+from dstrain.disk import atomic, lines, sealed
+from dstrain.ranks import group
+from dstrain.ranks.phases import phases
+from dstrain.recipe import ConfigError, NotRead, write_errors
+
+_SMALL = 50_000                            # samples that are kept in memory
+_WATCHED = 10_000                          # files and folders that are asked for their time of change
+_SYNC = 1.0                                # seconds of listing that may be lost
+_TICK = 20_000_000                         # ns in which a file system's clock may stand still
+_OF_REQUEST = ("data.captions=", "data.class_list=")       # files elsewhere, which are watched, too
+_T = TypeVar("_T")
+
+
+def open_index(path: str | Path, request: Request, kept: str | Path | None = None,
+               run: Path | None = None) -> tuple[Layout, Index]:
+    """The layout of the data at a path and their index, on all ranks together.
+
+    kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
+    ConfigError: there are no such data, or what the layout says of them.
+    """
+    layout, index = from_first(lambda: _open(str(path), request, kept, run))
+    missing = None
+    try:
+        len(index)
+    except ConfigError as error:
+        missing = error
+    if group.agree(missing is not None):
+        raise missing or ConfigError(f"the index of {path} is not to be seen on another machine: write data.index="
+                                     "FOLDER, a folder that all machines share")
+    return layout, index
+
+
+def from_first(make: Callable[[], _T]) -> _T:
+    """What `make` returns on rank 0, on every rank; or the ConfigError or NotRead that it raises there."""
+    if group.world() == 1:
+        return make()
+    value, error = None, None
+    if group.rank() == 0:
+        try:
+            value = make()
+        except (ConfigError, NotRead) as problem:
+            error = problem
+    value, error = group.from_first((value, error))
+    if error is not None:
+        raise error
+    return value
+
+
+def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+    files = files_of(path, request)
+    folder = _folder(kept, run) / _key(path, request)
+    found = _found(folder, path, files, request)
+    if found is not None:
+        return found
+    layout = recognised(path, files, request)
+    if kept is None and not _building(folder).exists():
+        index = _in_memory(layout)
+        if index is not None:
+            return layout, index
+    with write_errors(folder.parent, "name another folder for the index with data.index=FOLDER"), _locked(folder):
+        return _found(folder, path, files, request, anew=True) or (layout, _on_disk(layout, folder))
+
+
+def _key(path: str, request: Request) -> str:
+    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key")}
+    place = path if "://" in path else os.path.abspath(path)
+    return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _folder(kept: str | Path | None, run: Path | None) -> Path:
+    """Where indexes are kept: a run of somebody else may not be written to."""
+    if kept is not None:
+        return Path(kept)
+    existing = run and next((path for path in (run.absolute(), *run.absolute().parents) if path.exists()), None)
+    if existing and (os.access(existing, os.W_OK) or (run / "index").is_dir()):
+        return run / "index"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
+
+
+def _building(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.building")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other command makes this index."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
+        phases().at("waiting for another command that lists the same data")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:                    # a file system without locks
+            pass
+        yield
+
+
+def _found(folder: Path, path: str, files: Files, request: Request, anew: bool = False) -> tuple[Layout, Index] | None:
+    """The index on the disk, where the data are as they were when they were listed.
+
+    anew: the index is about to be made anew where they are not, and so it is said what has changed.
+    """
+    index = Index.open(folder)
+    watched = index and read_sealed(folder / WATCHED)
+    kinds = {kind.__name__: kind for kind in LAYOUTS}
+    if not watched or index.header["layout"] not in kinds:
+        return None
+    layout = kinds[index.header["layout"]](path, files, request)
+    layout.classes = index.classes
+    now = _stats(layout, watched["names"])
+    if now == watched["stats"]:
+        return layout, index
+    if not anew:
+        return None
+    changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
+    phases().say(f"data: {path}: {few(changed, 3)} changed since the index was made; listing the data anew")
+    return None
+
+
+def _stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
+    """[size, version] of each file and folder below the root, or of a file that the request names."""
+    def stat(name: str) -> list[int | str]:
+        try:
+            if not name.startswith(_OF_REQUEST):
+                return list(layout.files.stat(name))
+            status = os.stat(name.partition("=")[2])
+            return [status.st_size, str(status.st_mtime_ns)]
+        except OSError:
+            return [-1, ""]
+    return list(of_each(stat, names))
+
+
+def _watch_list(layout: Layout) -> list[str]:
+    """The names to watch, evenly spaced where there are many."""
+    request, names = layout.request, layout.watched()
+    if len(names) > _WATCHED:
+        names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
+    lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
+    return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
+
+
+def _in_memory(layout: Layout) -> Index | None:
+    """The index of few samples; None: there are more."""
+    columns = Columns()
+    for part in layout.parts():
+        for sample in layout.samples(part):
+            columns.add(sample, layout)
+            if columns.number > _SMALL:
+                return None
+    layout.require_whole()
+    return columns.finished(layout, None)
+
+
+def _on_disk(layout: Layout, folder: Path) -> Index:
+    building, parts = _building(folder), layout.parts()
+    watch_list = _watch_list(layout)
+    _settle(stats := _stats(layout, watch_list))
+    plan = {"version": VERSION, "layout": type(layout).__name__, "number": len(parts), "watched": [watch_list, stats],
+            "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()}
+    journal = building / "journal.jsonl"
+    columns, done = _resumed(building, journal, plan)
+    if columns is None:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        lines.append(journal, json.dumps(plan) + "\n")
+        columns, done = Columns(building), 0
+    synced, noun = time.monotonic(), layout.request.noun
+    with tqdm(total=None, initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
+              desc=f"listing {layout.root}") as bar:
+        for number, part in enumerate(parts[done:], done + 1):
+            for sample in layout.samples(part):
+                columns.add(sample, layout)
+                if columns.number % CHUNK == 0:
+                    columns.write()
+                    bar.update(columns.number - bar.n)
+                    phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}")
+            if number == len(parts) or time.monotonic() - synced > _SYNC:
+                lines.append(journal, json.dumps({"done": number} | columns.synced()) + "\n")
+                synced = time.monotonic()
+        bar.update(columns.number - bar.n)
+    layout.require_whole()
+    more = [name for name in _watch_list(layout) if name not in set(watch_list)]      # folders met while listing
+    phases().at(f"writing the index of {layout.root}")
+    columns.finished(layout, building)
+    atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
+    journal.unlink()
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+    atomic.publish(building, folder)
+    return Index.open(folder)
+
+
+def _settle(stats: list[list[int | str]]) -> None:
+    """Waits until a change that follows would have another time than these have."""
+    times = [int(version) for _, version in stats if str(version).isdecimal()]
+    while times and 0 <= time.time_ns() - max(times) < _TICK:
+        time.sleep(_TICK / 4e9)
+
+
+def _resumed(building: Path, journal: Path, plan: dict[str, Any]) -> tuple[Columns | None, int]:
+    """The columns that an interrupted command has written of the same data, and how many parts they hold."""
+    try:
+        lines.cut_torn(journal)
+        first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
+        if first != plan or not rows:
+            return None, 0
+        for name, size in rows[-1]["sizes"].items():
+            if os.stat(building / f"{name}.bin").st_size < size:
+                return None, 0
+            os.truncate(building / f"{name}.bin", size)
+        return Columns(building, rows[-1]), rows[-1]["done"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, 0

@@ -1,0 +1,132 @@
+"""What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from dstrain.data.folder import few, of_each
+from dstrain.data.index import CHUNK, Index
+from dstrain.data.layouts.base import Layout
+from dstrain.data.source import Source
+from dstrain.recipe import ConfigError
+
+_ASKED = 10_000                            # files whose sizes are asked for whenever a run starts
+
+
+class Indexed(Source):
+    """Samples of a split of an index.
+
+    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
+    among, whose places the labels then are; empty for those of the data. key: in messages. ConfigError: unknown
+    classes, a split without samples.
+    """
+
+    def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
+                 classes: tuple[str, ...] = (), key: str = "data.path") -> None:
+        self.layout, self.index, self.split, self.light = layout, index, split, layout.light
+        self.path = Path(layout.root)
+        self.classes, self._renumbered = index.classes, None
+        if classes and index.classes:
+            if unknown := [name for name in index.classes if name not in set(classes)]:
+                raise ConfigError(f"{key}={self.path}: class folders {few(unknown)} are not among the classes of the "
+                                  f"training data ({few(classes)}): rename or remove them")
+            places = {name: place for place, name in enumerate(classes)}
+            self.classes = classes
+            if classes != index.classes:
+                self._renumbered = np.array([places[name] for name in index.classes], np.int32)
+        self.chosen = index.split(split, held_out)
+        if not self.chosen.number:
+            raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
+                              f"{len(index)} for the {split} split: choose another fraction or give "
+                              "data.held_out_path")
+
+    def __len__(self) -> int:
+        return self.chosen.number
+
+    def name(self, index: int) -> str:
+        return self.index.name(self.row(index))
+
+    def row(self, index: int) -> int:
+        """Place of a sample in the index."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index if self.chosen.members is None else int(self.chosen.members[index])
+
+    def label(self, row: int) -> int:
+        label = self.index.label(row)
+        return label if self._renumbered is None else int(self._renumbered[label])
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int32 (N,), all of them: for data that are known to be small."""
+        return np.concatenate([labels for _, labels in self._chunks()])
+
+    def class_counts(self) -> np.ndarray | None:
+        if not self.classes:
+            return None
+        counts = np.zeros(len(self.classes), np.int64)
+        counts[slice(None) if self._renumbered is None else self._renumbered] = self.chosen.counts
+        return counts
+
+    def fingerprint(self) -> str:
+        return f"{self._summary()} {self._sizes(_ASKED)}"
+
+    def contents(self) -> str:
+        return f"{self._summary()} {self._sizes(None)}"
+
+    @abstractmethod
+    def _summary(self) -> str:
+        """Kind, split, numbers and names, for the fingerprint."""
+
+    def _names(self, texts: bytes = b"") -> str:
+        """A hash of all names, then all labels, then `texts`."""
+        if self._renumbered is None and not texts:
+            return self.chosen.names
+        digest = blake2b(digest_size=8)
+        for rows, _ in self._chunks():
+            digest.update(b"".join(self._names_of(rows)))
+        for _, labels in self._chunks():
+            digest.update(labels.tobytes())
+        digest.update(texts)
+        return digest.hexdigest()
+
+    def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
+        """Rows of the index and their labels int32, some at a time."""
+        for start in range(0, len(self), CHUNK):
+            stop = min(start + CHUNK, len(self))
+            rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
+            labels = self.index.labels(slice(start, stop) if isinstance(rows, range) else rows)
+            yield rows, labels if self._renumbered is None else self._renumbered[labels]
+
+    def _names_of(self, rows: range | np.ndarray) -> list[bytes]:
+        if isinstance(rows, range):
+            return self.index.names(rows.start, rows.stop)
+        return [self.index.name_bytes(row) for row in rows.tolist()]
+
+    def _sizes(self, most: int | None, texts: bytes = b"") -> str:
+        """The bytes of the files, and a hash of the size of each (-1 where it is unknown), of what the index holds of
+        them beside names and labels, and of `texts`.
+
+        most: files that are looked at, evenly spaced; None: all. Times do not count: a folder that was copied is the
+        same data.
+        """
+        count = len(self) if self.index.single else len(parts := self.layout.parts())
+        places = np.arange(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int)
+        total, digest = 0, blake2b(digest_size=8)
+        for start in range(0, len(places), CHUNK):
+            some = places[start:start + CHUNK].tolist()
+            names = [self.name(place) for place in some] if self.index.single else [parts[place] for place in some]
+            sizes = np.fromiter(of_each(self._size, names), np.int64, len(names))
+            total += int(sizes.sum())
+            digest.update(sizes.tobytes())
+        digest.update(self.index.rest.encode() + texts)
+        return f"bytes={total} contents={digest.hexdigest()}"
+
+    def _size(self, name: str) -> int:
+        try:
+            return self.layout.files.stat(name).size
+        except OSError:
+            return -1

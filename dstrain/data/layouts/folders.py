@@ -1,0 +1,109 @@
+"""Folders of files: one folder for each class, with files at any depth below, or files only, which have no classes.
+
+A dataset.json (../labels.py) says the labels instead of the folders.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.files import Files, LocalFiles
+from dstrain.data.folder import SAMPLES, class_folders, few, listing, walk
+from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
+from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.recipe import ConfigError
+
+
+class Folders(Layout):
+    """Every file is a sample, by its relative path. ConfigError: see `parts`."""
+
+    kind = "folder of files"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self._deeper: list[str] = []                    # folders that were listed below the parts
+        self._by_name: dict[str, int] | None = None     # of a dataset.json
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        return isinstance(files, LocalFiles) and os.path.isdir(root)
+
+    def parts(self) -> list[str]:
+        """The class folders, or "" for all files.
+
+        ConfigError: no files, files beside class folders, class folders without files or named as splits, a folder that
+        cannot be listed.
+        """
+        root, request = Path(self.root), self.request
+        with listing(root, request.key):
+            self._by_name = labels_of_names(root, request.key)
+            if self._by_name is None:
+                return self._class_parts(root, request)
+            if self._by_name:
+                self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
+            if next(walk(root, "", request.suffixes), None) is None:
+                raise self._without_files()
+            return [""]
+
+    def _class_parts(self, root: Path, request: Request) -> list[str]:
+        classes = class_folders(root)
+        refuse_splits(root, classes, request.key)
+        full = [name for name in classes if next(walk(root, name, request.suffixes), None) is not None]
+        flat = self._flat(classes)
+        if not flat and not full:
+            raise self._without_files()
+        if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
+            raise ConfigError(f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
+                              f"{SAMPLES}: write {request.key}={root / SAMPLES}")
+        if flat and full:
+            raise ConfigError(f"{request.key}={root}: {request.noun} ({few(flat)}) beside class folders ({few(full)}): "
+                              f"is this one class or several? Move the {request.noun} into a folder of their class")
+        if flat:
+            return [""]
+        if len(full) < len(classes):
+            empty = [name for name in classes if name not in full]
+            raise ConfigError(f"{request.key}={root}: class folders without {request.noun}: {few(empty)}; remove or "
+                              "fill them, since they would count as classes; files ending in "
+                              f"{' '.join(request.suffixes)} are read, in any case")
+        self.classes = tuple(full)
+        return full
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        root, by_name = Path(self.root), self._by_name
+        with listing(root, self.request.key):
+            if by_name is not None:
+                yield from self._labelled(sorted(walk(root, "", self.request.suffixes, self._deeper)), by_name)
+            elif part:
+                names = sorted(walk(root, part, self.request.suffixes, self._deeper))
+                yield from (Sample(Place(name), part) for name in names)
+            else:
+                yield from (Sample(Place(name)) for name in self._flat(class_folders(root)))
+
+    def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
+        if missing := [name for name in names if by_name and name not in by_name]:
+            raise ConfigError(f"{self.request.key}={self.root}: {LABELS} has no label of {few(missing, 1)}, of "
+                              f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
+                              "classes")
+        yield from (Sample(Place(name), by_name.get(name)) for name in names)
+
+    def _flat(self, classes: tuple[str, ...]) -> list[str]:
+        return sorted(name for name in set(os.listdir(self.root)).difference(classes)
+                      if name.lower().endswith(self.request.suffixes) and name[0] != ".")
+
+    def _without_files(self) -> ConfigError:
+        request = self.request
+        content = f"no {request.noun} in it" if any(os.scandir(self.root)) else "is empty"
+        return ConfigError(f"{request.key}={self.root}: {content}; files ending in {' '.join(request.suffixes)} are "
+                           "read, in any case")
+
+    def read(self, place: Place) -> Path:
+        return Path(self.root, place.name)
+
+    def watched(self) -> list[str]:
+        names = [".", *self.classes, *self._deeper] if self._by_name is None else [".", LABELS, *self._deeper]
+        return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only listing needs."""
+        return self.__dict__ | {"_deeper": [], "_by_name": None}
