@@ -30,7 +30,7 @@ from dstrain import __version__
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.caches.plan import EncodeOptions, planned
 from dstrain.data import shards
-from dstrain.data.rows import CAPTION_BYTES
+from dstrain.data.rows import CAPTION_BYTES, packed
 from dstrain.data.source import Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render
@@ -50,8 +50,8 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
     plan = planned(options)
     encoding = plan.encoding
     if group.rank() == 0:
-        path = options.data or plan.stage.data.path
-        print(f"data: {path}, {options.split}: {plan.source.describe()}", flush=True)
+        path = options.from_latents or f"{options.data or plan.stage.data.path}, {options.split}"
+        print(f"data: {path}: {plan.source.describe()}", flush=True)
     numbers = _own(encoding, options.part)
     prepare = lambda: _prepare(options, plan.stage, encoding, numbers)
     with (_one_thread(), computing(options.precision),
@@ -91,7 +91,8 @@ def _one_thread() -> Iterator[None]:
 def _prepare(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
     """Makes the folder ready; returns why it cannot be, else None."""
     out = options.out
-    names = {"first_stage": stage.name, "data": f"{options.data or 'the data of the run'}, {options.split}"}
+    path = options.from_latents or f"{options.data or 'the data of the run'}, {options.split}"
+    names = {"first_stage": stage.name, "data": path}
     if problem := _conflict(out, encoding, names):
         return problem
     own = {shards.shard_name(number) for number in numbers}
@@ -127,11 +128,12 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
 
 def _row_bytes(encoding: dict[str, Any]) -> int:
     """The bytes of one sample on the disk."""
-    numbers = math.prod(encoding["shape"]) * encoding["flips"] * (2 if encoding["kind"] == "latents" else 1)
-    row = numbers * np.dtype(encoding["dtype"]).itemsize + 16 + (8 + CAPTION_BYTES) * ("captions" in encoding)
+    numbers = math.prod(encoding["shape"]) * encoding["flips"]
+    numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
+    several, texts = encoding.get("num_captions", 1), CAPTION_BYTES * ("captions" in encoding)
     if text := encoding.get("text"):
-        row += math.prod(text["shape"]) * np.dtype(text["dtype"]).itemsize + text["shape"][0]
-    return row
+        texts += math.prod(text["shape"]) * np.dtype(text["dtype"]).itemsize + text["shape"][0]
+    return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
 def _whole(out: Path, encoding: dict[str, Any], numbers: range) -> dict[int, dict[str, Any]]:
@@ -160,7 +162,8 @@ def _make(options: EncodeOptions, encoder: Encoder, source: Source, numbers: ran
             for number in mine for start in range(number * size, min((number + 1) * size, total), options.batch))
     records, parts, shard_bad, bad_files = {}, [], set(), set()
     unit = "clip" if "num_frames" in encoding else "image"
-    with tqdm(total=own, initial=own - _samples(encoding, missing), unit=unit, disable=None if group.rank() == 0 else True) as bar:
+    with tqdm(total=own, initial=own - _samples(encoding, missing), unit=unit,
+              disable=None if group.rank() == 0 else True) as bar:
         for number, rows, batch, bad in _read(source, jobs, encoding):
             parts.append(encoder.arrays(batch))
             shard_bad |= bad
@@ -181,12 +184,18 @@ def _read(source: Source, jobs: Iterable[tuple[int, range]],
 
     ConfigError: a sample without a caption, where captions are encoded, or where others have one.
     """
-    names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
+    names = [name for name in ("image", "video", "frames", "codes", "caption")
+             if name != "caption" or encoding.get("captions")]
+    several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
         (item,), bad = read_items(source, [index])
         row = (index + len(bad)) % len(source)               # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
+        if several:
+            texts = source.captions(row)[:several]
+            sample["caption"] = torch.stack([packed(text) for text in (*texts, *[""] * (several - len(texts)))])
+            sample["captions"] = torch.tensor(len(texts))
         if encoding.get("captions") and ("caption" not in sample or encoding["text"] and not sample["caption"].any()):
             raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
         return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
@@ -232,11 +241,12 @@ def _finish(options: EncodeOptions, source: Source, encoding: dict[str, Any],
         records |= group.from_first(_others(options, encoding, records) if group.rank() == 0 else None)
         if missing := _missing_parts(options.part, encoding, records):
             if group.rank() == 0:
-                print(f"part {options.part[0]}/{options.part[1]} is whole; these are not: {', '.join(missing)}. The last "
-                      "one writes the index", flush=True)
+                print(f"part {options.part[0]}/{options.part[1]} is whole; these are not: {', '.join(missing)}. The "
+                      "last one writes the index", flush=True)
             return None
     versions = {"dstrain": __version__, "torch": torch.__version__}
-    index = shards.body_of(encoding, list(source.classes), [records[number] for number in sorted(records)], versions)
+    classes = None if options.from_latents and source.labelled else list(source.classes)
+    index = shards.body_of(encoding, classes, [records[number] for number in sorted(records)], versions)
     _require_readable(index["bad_files"], options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.

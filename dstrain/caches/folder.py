@@ -17,7 +17,7 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 
 
 @contextmanager
-def claimed(out: Path, verb: str, prepare: Callable[[], str | None], numbers: range = range(0),
+def claimed(out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None,
             shared: bool = False) -> Iterator[None]:
     """Inside, `out` is locked against other commands, and `prepare` has run on rank 0; on all ranks together.
 

@@ -1,17 +1,19 @@
-"""What launch/encode.py is to do: its options, the images or videos, and their encoding, on which its bytes depend."""
+"""What launch/encode.py is to do: the images or videos, and their encoding, on which its bytes depend."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from dstrain.caches.options import EncodeOptions, Plan
+from dstrain.caches.takeover import taken_over
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
+from dstrain.data.layouts.base import Request
+from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Windows
-from dstrain.encoders.precision import Precision, require
+from dstrain.encoders.precision import require
 from dstrain.encoders.text import TextEncoder
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, reworded
@@ -19,54 +21,23 @@ from dstrain.runs import first_stage
 from dstrain.runs.first_stage import FirstStage
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
-    """What to encode, and with what."""
-
-    out: Path                                  # folder of the shards
-    run: Path | None = None                    # of a system that encodes, or its export as safetensors; or
-    first_stage: str | None = None             # a diffusers AutoencoderKL: folder, or name on the hub
-    data: str | None = None                    # folder of images or videos, or builtin:...; None: the run's
-    split: str = "train"                       # train, held_out or all
-    held_out: float | None = None              # share of the folder that is held out; None: the run's
-    captions: str | None = None                # of videos: a captions file; None: the run's, for the run's data
-    clips: int | None = None                   # of videos: windows of each, evenly spaced; None: one
-    image_size: int | None = None              # pixels; None: the run's
-    batch: int = 32                            # samples of one call of the first stage
-    shard_size: int = 4096                     # samples
-    dtype: str = "float16"                     # of latents and texts on the disk: float16 or float32
-    flip: bool = True                          # encode the mirrored images, too; never videos: captions name directions
-    text_encoder: str | None = None            # of videos with captions: a folder, or name on the hub
-    max_text_len: int | None = None            # text tokens; None: what the encoder takes
-    ema: float | None = None                   # of a run: decay; None: its choice
-    raw: bool = False                          # of a run: the training weights instead of an average
-    step: int | None = None                    # of a run: checkpoint; None: the newest whole one
-    part: tuple[int, int] | None = None        # (3, 16): the third of 16 equal ranges of shards; None: all
-    max_bad_fraction: float = 0.01             # of the samples, replaced where unreadable
-    precision: Precision = "fp32"              # of the first stage
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the options name, opened."""
-
-    stage: FirstStage
-    texts: TextEncoder | None                  # None: captions are not encoded
-    source: Source
-    encoding: dict[str, Any]                   # JSON, see data/shards.py
-
-
 def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
     require(options.precision)
+    if options.from_latents is not None:
+        return taken_over(options)
+    for name in ("latent_scale", "normalize"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --from-latents: leave it out")
     if options.run is not None:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
         stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
-    for name in () if _of_videos(stage) else ("clips", "captions", "text_encoder", "max_text_len"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is for videos, and {stage.name} encodes images: leave it "
-                              "out, or name a run that learned from videos")
+    if not _of_videos(stage) and options.clips is not None:
+        raise ConfigError(f"--clips is for videos, and {stage.name} encodes images: leave it out, or name a run that "
+                          "learned from videos")
+    if _of_videos(stage) and options.num_captions is not None:
+        raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
     texts = _texts(options)
     return Plan(stage, texts, *_encoding(options, stage, texts))
 
@@ -89,8 +60,9 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
     source, size = _source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
-        raise ConfigError(f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
-                          "beside each X.mp4, name a --captions file, or leave it out")
+        files = ("videos", "X.mp4") if _of_videos(stage) else ("images", "X.png")
+        raise ConfigError(f"--text-encoder {options.text_encoder}: the {files[0]} have no captions to encode; write "
+                          f"X.txt beside each {files[1]}, name a --captions file, or leave it out")
     row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
     probe = stage.codes({name: torch.stack([value] * options.batch).to(group.device()) for name, value in row.items()})
     tokens = probe.dtype.kind == "i"
@@ -105,11 +77,14 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         encoding["precision"] = options.precision
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
+    text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
+                      "dtype": options.dtype}
     if _of_videos(stage):
-        text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
-                          "dtype": options.dtype}
         encoding |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
                      "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+    elif "caption" in first:
+        encoding |= {"captions": True, "text": text,
+                     "num_captions": min(source.index.most_captions, options.num_captions or 1)}
     return source, encoding
 
 
@@ -131,8 +106,15 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
                            "data.held_out": "--held-out", "data.captions=": "--captions "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
-        return open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                           held_out_path=held_out_path), size
+        captions = None
+        if options.num_captions or options.text_encoder or options.captions:
+            captions = Request(SUFFIXES, captions=True, captions_file=options.captions)
+        images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
+                             held_out_path=held_out_path, request=captions)
+        if options.num_captions and not images.captioned:
+            raise ConfigError(f"--num-captions {options.num_captions}: {path} has no captions: write X.txt beside each "
+                              "X.png, name a --captions file, or leave it out")
+        return images, size
 
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:

@@ -1,6 +1,6 @@
 """Latents that other trainers have cached, as a source that launch/encode.py --from-latents takes over.
 
-    fast-DiT        X_features/0.npy and X_labels/0.npy, ...: (1, C, h, w), a sample of the posterior times 0.18215; (1,)
+    fast-DiT        X_features/0.npy and X_labels/0.npy, ...: a sample of the posterior times 0.18215 (1, C, h, w); (1,)
     LightningDiT    *.safetensors with latents (n, C, h, w), labels (n,) and mostly latents_flip, samples of the
                     posterior; beside them latents_stats.pt with their mean and std by channel
     EDM2, REPA      dataset.json with {"labels": [["00000/img-mean-std-00000000.npy", 3], ...]} and these files:
@@ -64,7 +64,7 @@ class Foreign(Source):
     labelled = True
 
     def __init__(self, root: Path) -> None:
-        self.root, self.stats = root, None
+        self.root, self.stats = root, None                       # stats: by which items are normalized; None: not
         self._list()
         if not len(self):
             raise ConfigError(f"--from-latents {root} is empty")
@@ -95,8 +95,12 @@ class Foreign(Source):
         self.flips = 1
 
     def normalize(self) -> None:
-        """Items are normalized by channel from now on. ConfigError: there is no latents_stats.pt, or it does not fit."""
+        """Items are normalized by channel from now on. ConfigError: latents_stats.pt is missing, or does not fit."""
         self.stats = stats(self.root, self.shape[0])
+
+    def digest(self) -> str:
+        """A hash of the statistics."""
+        return blake2b(b"".join(part.tobytes() for part in self.stats), digest_size=8).hexdigest()
 
     def __getitem__(self, index: int) -> Item:
         codes = self._codes(index)[:self.flips].astype(np.float32) / np.float32(self.scale)
@@ -157,7 +161,10 @@ class FastDiT(Foreign):
         return f"{self.features.name}/{self.numbers[index]}.npy"
 
     def _codes(self, index: int) -> np.ndarray:
-        return _array(self.root, self.name(index), 4)[None]                                    # (1, 1, C, h, w)
+        array = _array(self.root, self.name(index), 4)
+        if len(array) != 1:
+            raise BadSample(self.name(index), f"{array.shape} is no (1, C, h, w)")
+        return array[None]                                                                     # (1, 1, C, h, w)
 
     def _label(self, index: int) -> int:
         return int(_array(self.root, f"{self.label_files.name}/{self.numbers[index]}.npy", None).reshape(-1)[0])
@@ -184,7 +191,8 @@ class Edm2(Foreign):
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"--from-latents {path} lists no files with labels ({type(error).__name__}: {error}): "
                               "EDM2's dataset_tool.py encode writes it") from None
-        outside = [name for name, _ in entries if not name.endswith(".npy") or ".." in Path(name).parts or name[0] == "/"]
+        outside = [name for name, _ in entries
+                   if not name.endswith(".npy") or name[0] == "/" or ".." in Path(name).parts]
         if outside:
             raise ConfigError(f"--from-latents {path} lists {outside[0]}, and no .npy below this folder: give it to "
                               "--data where these are images, else encode them by EDM2's dataset_tool.py")
@@ -224,7 +232,8 @@ class LightningDiT(Foreign):
             lengths.append(shapes["labels"][0])
             flips.add("latents_flip" in shapes)
         if len(flips) > 1:
-            raise ConfigError(f"--from-latents {self.root}: some files hold latents_flip and some do not: extract again")
+            raise ConfigError(f"--from-latents {self.root}: some files hold latents_flip and some do not: extract "
+                              "again")
         self.flips, self.ends = 1 + flips.pop(), np.cumsum(lengths)
 
     def _shapes(self, name: str) -> dict[str, list[int]]:
@@ -233,8 +242,8 @@ class LightningDiT(Foreign):
             with safe_open(self.root / name, "pt") as file:
                 return {key: file.get_slice(key).get_shape() for key in file.keys()}
         except (SafetensorError, OSError, ConfigError) as error:
-            raise ConfigError(f"--from-latents {self.root / name} is no whole safetensors file ({error}): copy it again, "
-                              "or take it away") from None
+            raise ConfigError(f"--from-latents {self.root / name} is no whole safetensors file ({error}): copy it "
+                              "again, or take it away") from None
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -261,7 +270,7 @@ class LightningDiT(Foreign):
 
 
 def stats(root: Path, channels: int) -> Stats:
-    """LightningDiT's latents_stats.pt. ConfigError: it is missing, or holds anything but mean and std of the channels."""
+    """LightningDiT's latents_stats.pt. ConfigError: it is missing, or holds no mean and std of the channels."""
     path = root / "latents_stats.pt"
     try:
         require_regular(path)

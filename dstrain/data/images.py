@@ -141,6 +141,10 @@ class Images(Indexed):
                 item["caption"] = packed(captions[int((chance or 0.0) * len(captions))])
         return item
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        """All captions of a sample."""
+        return self.index.captions(self.row(index))
+
     def _pixels(self, place: Place) -> Tensor:
         content = self.content(place)
         if isinstance(content, np.ndarray):

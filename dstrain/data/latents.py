@@ -6,8 +6,8 @@ the codes of either.
 
 Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
 either has "caption" uint8 (CAPTION_BYTES,), too; with encoded captions "text_encodings" (L, E), as stored, and
-"text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; held-out samples show
-the first ones.
+"text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; of held-out samples
+the first ones are read.
 
 Opening reads the index and the files' sizes alone; the samples are mapped into memory. What a rank or worker holds does
 not grow with the samples, but for the size of each shard and the counts of members.py.
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import rng
 from dstrain.data.members import Members
 from dstrain.data.rows import CAPTION_BYTES
 from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index, shard_name
@@ -273,4 +272,5 @@ def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
     """The shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was encoded."""
-    return (encoding.get("moments", 2), *encoding["shape"]) if encoding["kind"] == "latents" else tuple(encoding["shape"])
+    moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
+    return (*moments, *encoding["shape"])

@@ -4,8 +4,6 @@ The hash of a number decides whether it is held out, so only the count of member
 6 MB for 100 million samples. A lookup hashes one block a sample, some 4 us.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 
@@ -13,6 +11,7 @@ from dstrain import rng
 
 _BLOCK = 128
 _CHUNK = 1 << 16                                   # numbers hashed at once: what they need fits into a core's cache
+_HELD_ENDS: dict[tuple[int, float], np.ndarray] = {}     # of the folder that was opened last, since its splits follow
 
 
 class Members:
@@ -43,13 +42,13 @@ def _held(numbers: np.ndarray, share: float) -> np.ndarray:
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
-@lru_cache(4)
 def _ends(number: int, share: float, split: str) -> np.ndarray:
-    """Members up to the end of each block, int64 (blocks,); all that open a folder in this process share it."""
-    if split == "train":
-        ends = _ends(number, share, "held_out")
-        return np.minimum(np.arange(1, len(ends) + 1) * _BLOCK, number) - ends
-    counts = [np.add.reduceat(_held(np.arange(start, min(start + _CHUNK, number)), share),
-                              np.arange(0, min(_CHUNK, number - start), _BLOCK), dtype=np.int64)
-              for start in range(0, number, _CHUNK)]
-    return np.concatenate(counts).cumsum() if counts else np.zeros(0, np.int64)
+    """Members up to the end of each block, int64 (blocks,)."""
+    if (number, share) not in _HELD_ENDS:
+        counts = [np.add.reduceat(_held(np.arange(start, min(start + _CHUNK, number)), share),
+                                  np.arange(0, min(_CHUNK, number - start), _BLOCK), dtype=np.int64)
+                  for start in range(0, number, _CHUNK)]
+        _HELD_ENDS.clear()
+        _HELD_ENDS[number, share] = np.concatenate([np.zeros(0, np.int64), *counts]).cumsum()
+    held = _HELD_ENDS[number, share]
+    return held if split == "held_out" else np.minimum(np.arange(1, len(held) + 1) * _BLOCK, number) - held

@@ -14,7 +14,7 @@ A shard holds, for its n samples in the order of the data,
     source    int64 (n,)                                   index in the data; another one's where a file was unreadable
 
 With several crops, one follows the other, each with its mirrored one: (n, crops * flips, ...). For videos, tokens are
-int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. With texts:
+int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. Texts are
 
     caption   uint8 (n, 512)                               UTF-8 filled up with zeros; for images (n, K, 512)
     captions  int64 (n,)                                   for images: how many of the K captions are there
@@ -84,7 +84,7 @@ def facts_of(data: bytes) -> dict[str, Any]:
 
 
 def stated(path: Path) -> dict[str, Any] | None:
-    """As `facts_of`, of a file whose header and labels alone are read, so its hash is not proved; None: not readable."""
+    """As `facts_of`, of a file whose header and labels alone are read, so the hash is not proved; None: unreadable."""
     try:
         if not path.is_file():                               # a FIFO would wait for ever
             return None
@@ -229,9 +229,9 @@ def short(encoding: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str, Any]],
+def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]],
             versions: dict[str, str]) -> dict[str, Any]:
-    """The body of an index, from the records of all shards in order."""
+    """The body of an index, from the records of all shards in order. classes: None, where labels are numbers alone."""
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
         summary = {"largest": max(shard["largest"] for shard in summed)}
@@ -240,6 +240,8 @@ def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str
     counts = Counter()
     for record in records:
         counts.update(dict(record["labels"]))
+    if classes is None:
+        classes = [str(label) for label in range(max(counts) + 1)]
     return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
             "class_counts": [counts[label] for label in range(len(classes))],
             "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
