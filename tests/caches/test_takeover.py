@@ -106,7 +106,7 @@ def test_normalized_by_channel(tmp_path, vae):
             return (Path.touch, (tmp_path / "executed",))
 
     path = tmp_path / "theirs" / "latents_stats.pt"
-    for content, words in ((pickle.dumps(Hostile()), "holds no mean and std of 3 channels"), (None, "is missing")):
+    for content, words in ((pickle.dumps(Hostile(), protocol=2), "holds no mean and std of 3 channels"), (None, "is missing")):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             encode(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
