@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
 from dstrain.data.embeddings import open_pairs
-from dstrain.data.images import Images, open_images
+from dstrain.data.images import Images, encoded, open_images
 from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
@@ -199,7 +199,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with open_image(source.content(source.index.place(index)), FORMATS) as image:
+            with open_image(encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
                 grey.append(image.mode in ("1", "L", "LA", "I", "I;16", "F")
                             or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1)
                 sides.append(min(image.size))

@@ -12,7 +12,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.clips import Cut
 from dstrain.data.latents import Latents
 from dstrain.data.sources import completed, open_sources
-from dstrain.data.videos import Mixed, Videos
+from dstrain.data.videos import Mixed, open_videos
 from dstrain.encode import EncodeOptions, encode
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import Codes, ConfigError, Data, Run
@@ -64,7 +64,7 @@ def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
     """Oracle: the network by itself, the files' lengths and captions, and the text encoder by itself."""
     root, system, nets = made
     index = encode(options(root, tmp_path / "out", text_encoder=str(root / "text")))
-    source, encoder = Videos(root / "clips", Cut(5, 8, 12, 1)), TextEncoder(str(root / "text"))
+    source, encoder = open_videos(root / "clips", Cut(5, 8, 12, 1), split="all"), TextEncoder(str(root / "text"))
     found = Latents(tmp_path / "out")
     assert index["encoding"]["codebook_size"] == 16 and index["encoding"]["shape"] == [3, 2, 3] and found.captioned
     assert [len(shard["hash"]) for shard in index["shards"]] == [64, 64] and len(found) == 7
@@ -88,7 +88,7 @@ def test_windows_of_a_clip(made, tmp_path):
     """Oracle: windows counted by hand: of 20 frames two of five may begin at 16 places, so at the 4th and the 12th."""
     root, system, nets = made
     encode(options(root, tmp_path / "out", clips=2))
-    found, whole = Latents(tmp_path / "out"), Videos(root / "clips", Cut(20, 8, 12, 1))[2]["video"]
+    found, whole = Latents(tmp_path / "out"), open_videos(root / "clips", Cut(20, 8, 12, 1), split="all")[2]["video"]
     batch = found.take(torch.arange(14))
     wanted = tokens_of(system, nets, [whole[4:9], whole[12:17]], [5, 5])
     assert torch.equal(batch["tokens"][4:6], wanted) and not torch.equal(wanted[0], wanted[1])
@@ -133,16 +133,17 @@ def test_other_clips_of_the_same_names(made, tmp_path):
     assert {name for name, data in content(out).items() if data != before[name]} == {"encoding.json"}, "names the copy"
     encode(options(root, out, **words))
     assert content(out) == before
-    known = Videos(there, Cut(5, 8, 12, 1)).fingerprint()
+    known = open_videos(there, Cut(5, 8, 12, 1), split="all").fingerprint()
     clips.write_pictures(there / "003.apng", clips.moving(9, 24, 16, seed=3))
     (tmp_path / "copy" / "003.txt").write_text("another text")
     for data in (there, tmp_path / "copy"):
         again = f"holds another encoding: data {there}, train .* there, {data}, train .* here. Name another"
         with pytest.raises(ConfigError, match=again):
             encode(options(root, out, data=str(data), clips=2))
-        assert Videos(data, Cut(5, 8, 12, 1)).fingerprint() != known
+        assert open_videos(data, Cut(5, 8, 12, 1), split="all").fingerprint() != known
     assert content(out) == before
-    for source in (Videos(root / "clips", Cut(5, 8, 12, 1)), Videos(tmp_path / "copy", Cut(5, 8, 12, 1))):
+    for folder in (root / "clips", tmp_path / "copy"):
+        source = open_videos(folder, Cut(5, 8, 12, 1), split="all")
         assert Mixed(source, source, 0.5).contents().count(source.contents()) == 2
 
 
@@ -152,7 +153,8 @@ def test_captions_files_are_told_apart(made, tmp_path):
     for split in (1, 2):
         texts = ["abc"[:split], "abc"[split:], *"defgh"]
         (tmp_path / "a.tsv").write_text("".join(f"{i:03}.apng\t{text}\n" for i, text in enumerate(texts)))
-        found.append(Videos(made[0] / "clips", Cut(5, 8, 12, 1), captions=tmp_path / "a.tsv").contents())
+        clips = open_videos(made[0] / "clips", Cut(5, 8, 12, 1), split="all", captions=tmp_path / "a.tsv")
+        found.append(clips.contents())
     assert found[0] != found[1]
 
 

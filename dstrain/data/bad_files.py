@@ -1,10 +1,50 @@
 """The list of the files that could not be read, and how many of them a run tolerates."""
 
+import io
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from dstrain.data.source import Bad
 from dstrain.recipe import ConfigError
+
+
+_BLOCK = 1 << 20                           # bytes of the list that are read at a time
+_RECENT = 1024                             # names that are kept apart from the sorted ones
+
+
+class Names:
+    """A set of names, of which it keeps 8 bytes each: a hash."""
+
+    def __init__(self) -> None:
+        self._sorted = np.empty(0, np.uint64)
+        self._recent: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._recent)
+
+    def __contains__(self, name: str) -> bool:
+        return self._known(_hash(name))
+
+    def add(self, name: str) -> bool:
+        """Whether the name is new."""
+        value = _hash(name)
+        if self._known(value):
+            return False
+        self._recent.add(value)
+        if len(self._recent) > _RECENT + len(self._sorted) // 8:        # so each name is sorted a few times at most
+            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
+            self._sorted, self._recent = np.sort(np.concatenate((self._sorted, recent))), set()
+        return True
+
+    def _known(self, value: int) -> bool:
+        place = int(np.searchsorted(self._sorted, np.uint64(value)))
+        return value in self._recent or place < len(self._sorted) and int(self._sorted[place]) == value
 
 
 class BadFiles:
@@ -20,7 +60,7 @@ class BadFiles:
         self.path = None if folder is None else Path(folder) / "bad_files.txt"
         self.limit = max(1, int(max_fraction * size + 1e-9)) if max_fraction > 0 else 0
         self.size, self.max_fraction = size, max_fraction
-        self.names: set[str] = set()
+        self.names = Names()
         if self.path is not None and self.path.exists() and not self.path.is_file():
             raise ConfigError(f"{self.path} is no regular file: remove it")
         self._read = 0                                 # bytes of the list that this process knows
@@ -33,8 +73,7 @@ class BadFiles:
             return
         self._catch_up()
         for name, reason in lines:
-            if name not in self.names:
-                self.names.add(name)
+            if self.names.add(name):
                 self._append(f"{name}\t{reason}\n")
         if len(self.names) > self.limit:
             raise ConfigError(
@@ -51,10 +90,10 @@ class BadFiles:
             if file.seek(0, 2) < self._read:           # it was deleted meanwhile, and begun anew
                 self._read = 0
             file.seek(self._read)
-            new = file.read()
-        whole = new.rfind(b"\n") + 1
-        self._read += whole
-        self.names.update(name.decode(errors="replace") for name in _names(new[:whole]))
+            for whole in _blocks(file):
+                self._read += len(whole)
+                for name in _names(whole):
+                    self.names.add(name)
 
     def _append(self, line: str) -> None:
         if self.path is None:
@@ -70,15 +109,32 @@ class BadFiles:
 
 def listed(folder: Path) -> int:
     """Number of files in the list of a run's folder; 0 where there is none."""
-    path = folder / "bad_files.txt"
+    path, names = folder / "bad_files.txt", Names()
     try:
-        return len(set(_names(path.read_bytes()))) if path.is_file() else 0
+        with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
+            for whole in _blocks(file):
+                for name in _names(whole):
+                    names.add(name)
     except OSError:
         return 0
+    return len(names)
 
 
-def _names(lines: bytes) -> list[bytes]:
-    return [line.split(b"\t")[0] for line in lines.splitlines()]
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The whole lines of a list, from where the file stands."""
+    rest = b""
+    while new := file.read(_BLOCK):
+        whole, line_break, rest = (rest + new).rpartition(b"\n")
+        if line_break:
+            yield whole + line_break
+
+
+def _names(lines: bytes) -> list[str]:
+    return [line.split(b"\t")[0].decode(errors="replace") for line in lines.splitlines()]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def _printable(text: str) -> str:

@@ -13,6 +13,7 @@ group of pictures). So the number of a keyframe is its place among the packets p
 are decoded from the start. Both ways give the same frames.
 """
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")        # compared in 
 PICTURES = (*SUFFIXES, ".gif", ".apng")
 
 _FORMATS = (*FORMATS, "GIF")
+_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")       # of pictures; WebP's stands further in
 # FFmpeg goes by content: it would follow a playlist named .mp4 to other files, or to addresses in the network.
 _OPTIONS = {"format_whitelist": "mov,matroska,webm,avi", "protocol_whitelist": "file"}
 # Codecs whose packets are one visible picture each. VP8 hides some, and MPEG-4 in AVI packs two into one packet.
@@ -72,25 +74,32 @@ class Listing(NamedTuple):
     delay: int = 0                                # from that time to the time of showing, by which FFmpeg seeks
 
 
-def read_clip(path: Path, cut: Cut, chance: float | None = None,
+def read_clip(file: Path | bytes, cut: Cut, chance: float | None = None,
               listing: Listing | None = None) -> tuple[Tensor, int, Listing]:
     """A clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call cheaper.
 
+    file: a path, or what a video or a picture file holds.
     Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
     early, a damaged frame, and one above the cap.
     """
     def read() -> tuple[list[Tensor], Listing]:
-        if path.suffix.lower() in PICTURES:
-            return _pictures(path, cut, chance)
-        listed = listing or list_frames(path)
-        return _video(path, cut, cut.window(listed.count, chance), listed), listed
+        if _is_picture(file):
+            return _pictures(file, cut, chance)
+        listed = listing or list_frames(file)
+        return _video(file, cut, cut.window(listed.count, chance), listed), listed
 
     frames, listing = with_retries(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
     return torch.stack(frames + padding), len(frames), listing
 
 
-def list_frames(path: Path) -> Listing:
+def _is_picture(file: Path | bytes) -> bool:
+    if isinstance(file, Path):
+        return file.suffix.lower() in PICTURES
+    return file.startswith(_SIGNATURES) or file[:4] == b"RIFF" and file[8:12] == b"WEBP"
+
+
+def list_frames(path: Path | bytes) -> Listing:
     """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
     with _opened(path) as (container, stream):
         packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
@@ -117,12 +126,14 @@ def _keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     import av                                     # only videos need it
 
-    require_regular(path)
+    if isinstance(file, Path):
+        require_regular(file)
     # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
-    with av.open(f"file:{path}", container_options=_OPTIONS, metadata_errors="replace") as container:
+    source = f"file:{file}" if isinstance(file, Path) else io.BytesIO(file)
+    with av.open(source, container_options=_OPTIONS, metadata_errors="replace") as container:
         covers = av.stream.Disposition.attached_pic
         stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
         if stream is None or stream.codec_context is None:
@@ -132,7 +143,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         yield container, stream
 
 
-def _video(path: Path, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
+def _video(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
     frames: list[Tensor] = []
     number = -1
     for number, frame in _frames(path, window[0], listing):
@@ -145,7 +156,7 @@ def _video(path: Path, cut: Cut, window: range, listing: Listing) -> list[Tensor
     raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
 
 
-def _frames(path: Path, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
+def _frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
     """(number, frame), beginning at frame `first` or before it."""
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
@@ -187,8 +198,8 @@ def _pixels(frame: Any, cut: Cut) -> Tensor:
     return _cropped(image, cut)
 
 
-def _pictures(path: Path, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
-    with open_image(path, _FORMATS) as image:
+def _pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
+    with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
         count = getattr(image, "n_frames", 1)
         # An animated PNG may hold one more picture, for viewers that cannot play it.
         skipped = int(count > 1 and bool(image.info.get("default_image")))

@@ -137,7 +137,7 @@ class Columns:
         header = {"version": VERSION, "layout": type(layout).__name__, "number": self.number, "classes": list(classes),
                   "labelled": kind != "none", "most_captions": self.most, "counts": counts, "names": names,
                   "single": not {"file", "offset", "size"} & set(columns), "rest": rest,
-                  "columns": self.sizes}
+                  "columns": self.sizes, "notes": layout.notes}
         if folder is None:
             return Index(header, columns)
         for column in columns.values():

@@ -7,7 +7,7 @@ label 0, or a dataset.json that says the labels (labels.py).
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -24,7 +24,7 @@ _ASKED = 10_000                            # files whose sizes are asked for whe
 _THREADS = 16                              # a network's disk answers slowly
 _PENDING = 4096                            # calls that wait for a thread: a million would fill the memory
 SAMPLES = "samples"                        # of launch/generate.py: the folder of single samples
-_T = TypeVar("_T")
+_T, _A = TypeVar("_T"), TypeVar("_A")
 
 
 class Names:
@@ -218,7 +218,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0 ** 64
 
 
-def of_each(ask: Callable[[str], _T], names: Names | list[str]) -> Iterator[_T]:
+def of_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
     """ask(name) in the order of the names, by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(names), _PENDING):

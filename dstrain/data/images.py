@@ -146,16 +146,17 @@ class Images(Indexed):
         return self.index.captions(self.row(index))
 
     def _pixels(self, place: Place) -> Tensor:
-        content = self.content(place)
+        content = encoded(self.layout, place)
         if isinstance(content, np.ndarray):
             image = Image.fromarray(content[..., 0] if content.shape[-1] == 1 else content)
             return to_tensor(center_crop(to_mode(image, self.channels), self.image_size))
         return decode(content, self.image_size, self.channels, self.draft)
 
-    def content(self, place: Place) -> Path | BinaryIO | np.ndarray:
-        """What `layout` reads there, encoded bytes as an open file."""
-        content = self.layout.read(place)
-        return io.BytesIO(content) if isinstance(content, bytes) else content
-
     def _summary(self) -> str:
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"
+
+
+def encoded(layout: Layout, place: Place) -> Path | BinaryIO | np.ndarray:
+    """A sample as its layout reads it, but bytes as an open file."""
+    content = layout.read(place)
+    return io.BytesIO(content) if isinstance(content, bytes) else content

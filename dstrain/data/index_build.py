@@ -136,7 +136,7 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     if not watched or index.header["layout"] not in kinds:
         return None
     layout = kinds[index.header["layout"]](path, files, request)
-    layout.classes = index.classes
+    layout.classes, layout.notes = index.classes, index.header["notes"]
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
@@ -188,7 +188,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
     plan = {"version": VERSION, "layout": type(layout).__name__, "number": len(parts), "watched": [watch_list, stats],
             "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()}
     journal = building / "journal.jsonl"
-    columns, done = _resumed(building, journal, plan)
+    columns, done = _resumed(building, journal, plan, layout)
     if columns is None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -205,7 +205,7 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
                     bar.update(columns.number - bar.n)
                     phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}")
             if number == len(parts) or time.monotonic() - synced > _SYNC:
-                lines.append(journal, json.dumps({"done": number} | columns.synced()) + "\n")
+                lines.append(journal, json.dumps({"done": number, "notes": layout.notes} | columns.synced()) + "\n")
                 synced = time.monotonic()
         bar.update(columns.number - bar.n)
     layout.require_whole()
@@ -230,7 +230,7 @@ def _settle(stats: list[list[int | str]]) -> None:
         time.sleep(_TICK / 4e9)
 
 
-def _resumed(building: Path, journal: Path, plan: dict[str, Any]) -> tuple[Columns | None, int]:
+def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
     """The columns that an interrupted command has written of the same data, and how many parts they hold."""
     try:
         lines.cut_torn(journal)
@@ -241,6 +241,7 @@ def _resumed(building: Path, journal: Path, plan: dict[str, Any]) -> tuple[Colum
             if os.stat(building / f"{name}.bin").st_size < size:
                 return None, 0
             os.truncate(building / f"{name}.bin", size)
+        layout.notes = rows[-1]["notes"]
         return Columns(building, rows[-1]), rows[-1]["done"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, 0

@@ -1,7 +1,7 @@
 """What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -72,16 +72,18 @@ class Indexed(Source):
         return counts
 
     def fingerprint(self) -> str:
-        return f"{self._summary()} {self._sizes(_ASKED)}"
+        count = self._num_files()
+        files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
+        return f"{self._summary()} {self._sizes(files)}"
 
     def contents(self) -> str:
-        return f"{self._summary()} {self._sizes(None)}"
+        return f"{self._summary()} {self._sizes(range(self._num_files()))}"
 
     @abstractmethod
     def _summary(self) -> str:
         """Kind, split, numbers and names, for the fingerprint."""
 
-    def _names(self, texts: bytes = b"") -> str:
+    def _names(self, texts: Iterable[bytes] = ()) -> str:
         """A hash of all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
@@ -90,7 +92,8 @@ class Indexed(Source):
             digest.update(b"".join(self._names_of(rows)))
         for _, labels in self._chunks():
             digest.update(labels.tobytes())
-        digest.update(texts)
+        for text in texts:
+            digest.update(text)
         return digest.hexdigest()
 
     def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
@@ -106,24 +109,32 @@ class Indexed(Source):
             return self.index.names(rows.start, rows.stop)
         return [self.index.name_bytes(row) for row in rows.tolist()]
 
-    def _sizes(self, most: int | None, texts: bytes = b"") -> str:
-        """The bytes of the files, and a hash of the size of each (-1 where it is unknown), of what the index holds of
-        them beside names and labels, and of `texts`.
+    def _num_files(self) -> int:
+        return len(self) if self.index.single else len(self.layout.parts())
 
-        most: files that are looked at, evenly spaced; None: all. Times do not count: a folder that was copied is the
-        same data.
+    def _files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+        """The names of some of the files that hold the samples, a chunk at a time."""
+        parts = [] if self.index.single else self.layout.parts()
+        for start in range(0, len(numbers), CHUNK):
+            some = numbers[start:start + CHUNK]
+            yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
+
+    def _sizes(self, numbers: Sequence[int]) -> str:
+        """The bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
+
+        Times do not count: a folder that was copied is the same data.
         """
-        count = len(self) if self.index.single else len(parts := self.layout.parts())
-        places = np.arange(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int)
         total, digest = 0, blake2b(digest_size=8)
-        for start in range(0, len(places), CHUNK):
-            some = places[start:start + CHUNK].tolist()
-            names = [self.name(place) for place in some] if self.index.single else [parts[place] for place in some]
+        for names in self._files(numbers):
             sizes = np.fromiter(of_each(self._size, names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
-        digest.update(self.index.rest.encode() + texts)
+        digest.update(self._texts(numbers))
         return f"bytes={total} contents={digest.hexdigest()}"
+
+    def _texts(self, numbers: Sequence[int]) -> bytes:
+        """For the fingerprint: what is known of these files beside names, labels and sizes."""
+        return self.index.rest.encode()
 
     def _size(self, name: str) -> int:
         try:

@@ -45,7 +45,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                 codes.verify()
         return train, unseen
     if data.num_frames is not None:
-        return _open_clips(data)
+        return _open_clips(data, run)
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
@@ -67,7 +67,7 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
 
 
-def _open_clips(data: Data) -> tuple[Source, Source | None]:
+def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -84,7 +84,8 @@ def _open_clips(data: Data) -> tuple[Source, Source | None]:
         raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
-    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions)
+    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
+                  index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     if data.held_out or data.held_out_path:
         return train, open_videos(data.path, cut, split="held_out", **common)

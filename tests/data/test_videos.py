@@ -18,7 +18,8 @@ from dstrain.data.order import Order
 from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources, require_kind
 from dstrain.data.spread import Spread
-from dstrain.data.videos import Mixed, open_videos, read_captions
+from dstrain.data.layouts.clips import read_captions
+from dstrain.data.videos import Mixed, open_videos
 from dstrain.encoders.text import captions_of
 from dstrain.recipe import Data
 from tests.support.clips import moving, write_pictures

@@ -31,7 +31,8 @@ from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
 from dstrain.data.source import BadSample
-from dstrain.data.videos import open_videos, read_captions
+from dstrain.data.layouts.clips import read_captions
+from dstrain.data.videos import open_videos
 from dstrain.disk.sealed import render
 from dstrain.engine import streams, torch_files
 from dstrain.engine.store import Store

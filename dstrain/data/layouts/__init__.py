@@ -4,10 +4,11 @@ from pathlib import Path
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Folders,)
+LAYOUTS: tuple[type[Layout], ...] = (Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
@@ -23,5 +24,3 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
     raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
-
-

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,8 @@ class Layout(ABC):
     """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with them, and the remedy.
 
     files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
-    its samples are listed; with labels that are numbers and no names, the classes are numbered.
+    its samples are listed; with labels that are numbers and no names, the classes are numbered. notes: what else is to
+    be known of the listed samples, as JSON; it is kept in the index, and is there again with it.
     """
 
     kind: ClassVar[str]                    # as the README's table calls it: "zip with dataset.json"
@@ -60,6 +61,7 @@ class Layout(ABC):
     def __init__(self, root: str, files: Files, request: Request) -> None:
         self.root, self.files, self.request = root, files, request
         self.classes: tuple[str, ...] = ()
+        self.notes: dict[str, Any] = {}
 
     @classmethod
     @abstractmethod
