@@ -26,7 +26,7 @@ from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import Images, encoded, open_images
 from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import Source
-from dstrain.data.sources import open_sources, open_split
+from dstrain.data.sources import open_sources, open_split, request_of
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
 from dstrain.drawing.sampling import Means
@@ -182,7 +182,7 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
-                             held_out_path=places[2], draft=data.draft)
+                             held_out_path=places[2], draft=data.draft, request=request_of(data))
     if labelled and not source.classes:
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
                           "into folders named as those of the training data")

@@ -22,6 +22,7 @@ from torch import nn
 from dstrain import recipe, systems
 from dstrain.data.batches import held_out
 from dstrain.data.shards import INDEX, read_index, statistics, sums
+from dstrain.data.layouts.imagenet import titles
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Shuffled
 from dstrain.encoders.autoencoder import fingerprint
@@ -157,7 +158,8 @@ def _in_diffusers(options: ExportOptions, run: Run, system: System, nets: dict[s
 def _classes(run: Run) -> tuple[str, ...]:
     """Names of the labels, if the run's data are still there and say so."""
     try:
-        return tuple(open_sources(run.data, run=run.directory)[0].classes)
+        classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
+        return titles(run.data.path, run.data.class_list, classes)
     except (ValueError, OSError, AttributeError):
         return ()
 

@@ -31,10 +31,10 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --max-bad-fraction F  unreadable files that are replaced before it ends (0.01)
 
 of videos, whose captions are kept, too, and of images with captions:
-  --num-captions N      of images: at most so many captions of each are kept, of which a step draws one (none, or 1 with
-                        --text-encoder)
+  --num-captions N      of images with X.txt: keep at most so many captions (lines) of each, of which a step draws one
+                        (none, or 1 with --text-encoder)
   --clips N             of videos: so many windows of each, evenly spaced (one, of the middle)
-  --captions FILE       lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4 or X.png
+  --captions FILE       of videos: lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4
   --text-encoder PATH   what encodes the captions, such as a T5 encoder: a folder or a name on the hub (none)
   --max-text-len N      text tokens (what the encoder takes)
 

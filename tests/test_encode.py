@@ -11,13 +11,15 @@ from safetensors.numpy import load_file
 from dstrain import rng, systems
 from dstrain.caches.plan import planned
 from dstrain.data import shards
-from dstrain.data.batches import Batches
+from dstrain.data.batches import Batches, held_out
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
 from dstrain.encode import EncodeOptions, encode
+from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import ConfigError, Data
-from tests.support import first_stage
+from tests.support import first_stage, towers
 from tests.support.pictures import break_file, folder
 
 
@@ -255,6 +257,48 @@ def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
     whole, cut = Latents(tmp_path / "whole"), Latents(tmp_path / "cut")
     for i in range(30):
         assert all(torch.equal(a, b) for a, b in zip(list(whole[i].values())[:2], list(cut[i].values())[:2]))
+
+
+def test_several_captions_and_their_states(tmp_path, vae):
+    """Oracle: the text encoder by itself on the lines of each file; the caption that the sample's key draws."""
+    root, count = folder(tmp_path / "data", 2, 5), [1 + i % 3 for i in range(10)]
+    lines = [[f"a {towers.WORDS[1 + (i + k) % 3]} {towers.WORDS[4 + (i * k) % 3]}" for k in range(count[i])]
+             for i in range(10)]
+    for path, texts in zip(sorted(root.glob("*/*.png")), lines):
+        path.with_suffix(".txt").write_text("\n".join(texts))
+    encoder = TextEncoder(str(towers.sentences(tmp_path / "text")))
+    words = dict(text_encoder=str(tmp_path / "text"), shard_size=4, num_captions=3)
+    encode(options(tmp_path / "out", vae, root, **words))
+    plain = options(tmp_path / "plain", vae, root, shard_size=4)
+    encode(plain)
+    data = completed(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
+    assert data.codes.text == (encoder.max_length, encoder.encodings_dim)
+    source, images = open_sources(data)[0], Latents(plain.out)
+    assert source.captioned and "captions" in source.describe()
+    seen = set()
+    with Batches(source, global_batch=10, micro_batch=5, seed=2) as batches:
+        for step in range(12):
+            for batch in batches.at(step):
+                chance = rng.uniform(batch["key"], "variant").double()
+                index = Order(10, 2).index_at(step * 10 + batch["position"]).tolist()
+                chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
+                seen |= set(zip(index, chosen))
+                texts = [lines[i][k] for i, k in zip(index, chosen)]
+                assert captions_of(batch["caption"]) == texts
+                states = encoder.encode(texts)
+                torch.testing.assert_close(batch["text_encodings"], states["text_encodings"], rtol=1e-5, atol=1e-6)
+                assert torch.equal(batch["text_mask"], states["text_mask"])
+                same = images.take(torch.tensor(index), rng.uniform(batch["key"], "flip") < 0.5)
+                assert torch.equal(batch["latent_mean"], same["latent_mean"]) and batch["label"].tolist() == [
+                    i // 5 for i in index]
+    assert seen == {(i, k) for i in range(10) for k in range(count[i])}, "each caption is drawn at some step"
+    (first,) = held_out(source, 10)
+    assert captions_of(first["caption"]) == [texts[0] for texts in lines]
+    one = encode(options(tmp_path / "one", vae, root, num_captions=1))
+    assert one["encoding"]["text"] is None and captions_of(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) \
+        == [texts[0] for texts in lines]
+    with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
+        encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
 
 
 def test_training_from_latents_is_training_online(tmp_path, vae, images):

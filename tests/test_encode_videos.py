@@ -247,8 +247,10 @@ def test_words_for_videos_need_videos(tmp_path):
     """Oracle: the contract: a first stage of images refuses them, naming the option."""
     from tests.support import first_stage
     vae = first_stage.save(tmp_path / "vae")
-    with pytest.raises(ConfigError, match="--clips is for videos, and .*vae encodes images"):
-        encode(EncodeOptions(tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16, clips=2))
+    for name, value in (("clips", 2), ("captions", "x.tsv")):
+        with pytest.raises(ConfigError, match=f"--{name} is for videos, and .*vae encodes images"):
+            encode(EncodeOptions(tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16,
+                         **{name: value}))
 
 
 def test_unreadable_clips(made, tmp_path):

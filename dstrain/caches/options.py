@@ -21,7 +21,7 @@ class EncodeOptions:
     data: str | None = None                    # folder of images or videos, or builtin:...; None: the run's
     split: str = "train"                       # train, held_out or all
     held_out: float | None = None              # share of the folder that is held out; None: the run's
-    captions: str | None = None                # a captions file; None: the run's, for the run's data
+    captions: str | None = None                # of videos: a captions file; None: the run's, for the run's data
     clips: int | None = None                   # of videos: windows of each, evenly spaced; None: one
     num_captions: int | None = None            # of images: captions of each that are kept; None: none, or as videos
     from_latents: str | None = None            # a folder of latents that others have cached, instead of data

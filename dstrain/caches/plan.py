@@ -1,5 +1,6 @@
 """What launch/encode.py is to do: the images or videos, and their encoding, on which its bytes depend."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from dstrain.data.latents import is_encoded
 from dstrain.data.layouts.base import Request
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source, read_items
-from dstrain.data.sources import open_sources
+from dstrain.data.sources import open_sources, request_of
 from dstrain.data.spread import Windows
 from dstrain.encoders.precision import require
 from dstrain.encoders.text import TextEncoder
@@ -33,9 +34,10 @@ def planned(options: EncodeOptions) -> Plan:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
         stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
-    if not _of_videos(stage) and options.clips is not None:
-        raise ConfigError(f"--clips is for videos, and {stage.name} encodes images: leave it out, or name a run that "
-                          "learned from videos")
+    for name in () if _of_videos(stage) else ("clips", "captions"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
+                              "that learned from videos")
     if _of_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
     texts = _texts(options)
@@ -60,9 +62,8 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
     source, size = _source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
-        files = ("videos", "X.mp4") if _of_videos(stage) else ("images", "X.png")
-        raise ConfigError(f"--text-encoder {options.text_encoder}: the {files[0]} have no captions to encode; write "
-                          f"X.txt beside each {files[1]}, name a --captions file, or leave it out")
+        raise ConfigError(f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
+                          "beside each X.mp4, name a --captions file, or leave it out")
     row = {name: torch.as_tensor(first[name]) for name in ("image", "video", "frames") if name in first}
     probe = stage.codes({name: torch.stack([value] * options.batch).to(group.device()) for name, value in row.items()})
     tokens = probe.dtype.kind == "i"
@@ -106,14 +107,15 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
                            "data.held_out": "--held-out", "data.captions=": "--captions "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
-        captions = None
-        if options.num_captions or options.text_encoder or options.captions:
-            captions = Request(SUFFIXES, captions=True, captions_file=options.captions)
+        own = options.data is None and run_data is not None
+        request = request_of(run_data) if own else Request(SUFFIXES)
+        request = replace(request, captions=options.num_captions is not None or options.text_encoder is not None)
         images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                             held_out_path=held_out_path, request=captions)
-        if options.num_captions and not images.captioned:
-            raise ConfigError(f"--num-captions {options.num_captions}: {path} has no captions: write X.txt beside each "
-                              "X.png, name a --captions file, or leave it out")
+                             held_out_path=held_out_path, request=request)
+        if request.captions and not images.captioned:
+            option = "--num-captions" if options.num_captions else "--text-encoder"
+            raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or "
+                              "leave it out")
         return images, size
 
 

@@ -22,6 +22,7 @@ from dstrain.data.index import Index
 from dstrain.data.index_build import open_index
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout, Place, Request
+from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.pixels import SUFFIXES, center_crop, decode, to_mode, to_tensor
 from dstrain.data.rows import packed
 from dstrain.data.source import Item, Source, reading
@@ -54,6 +55,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
+    if not builtin:
+        path, held_out_path = taken_apart(path, held_out, held_out_path, split == "all")
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:
@@ -138,7 +141,10 @@ class Images(Indexed):
             item = {"image": with_retries(lambda: self._pixels(place)), "label": self.label(row)}
             if self.captioned:
                 captions = self.index.captions(row)
-                item["caption"] = packed(captions[int((chance or 0.0) * len(captions))])
+                caption = captions[int((chance or 0.0) * len(captions))]
+                if not caption:
+                    raise ConfigError("its caption is empty, or cannot be read")
+                item["caption"] = packed(caption)
         return item
 
     def captions(self, index: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
     dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
                      numbers are the labels, and folders say nothing. "labels": null: the files have no labels
     train/ val/      splits of the data: refused, since they would count as two classes
-    cat_1.png        ADM's convention: not read, but named where a model needs labels
+    cat_1.png        ADM's convention: read by data.labels=prefix, and named where a model needs labels
 """
 
 import os
@@ -55,7 +55,7 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
 
 def refuse_splits(root: Path, folders: tuple[str, ...], key: str) -> None:
     """ConfigError: the class folders of a data folder are its splits, train and val."""
-    splits = [name for name in folders if _is_split(name)]
+    splits = [name for name in folders if is_split(name)]
     if not splits or len(splits) == 1 and len(folders) > 1:        # a train may be a class among others
         _refuse_splits_within(root, folders, key)
         return
@@ -70,7 +70,7 @@ def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> Non
     """ConfigError: class folders hold the splits, which would all be learned from."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if entry.is_dir(follow_symlinks=False))
-        splits = sorted(filter(_is_split, inner))         # a class may hold a million files
+        splits = sorted(filter(is_split, inner))         # a class may hold a million files
         if len(splits) > 1 and len(folders) == 1:
             refuse_splits(root / name, tuple(splits), key)
         if len(splits) > 1:
@@ -78,7 +78,7 @@ def _refuse_splits_within(root: Path, folders: tuple[str, ...], key: str) -> Non
                               f"them would be learned from: turn them round, {splits[0]}/{name}")
 
 
-def _is_split(name: str) -> bool:
+def is_split(name: str) -> bool:
     """Whether a folder's name is that of a split: train, val2017, training_set, seg_test, trainA."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower())
     return bool(_SPLITS & set(words)) and set(words) <= _SPLITS | _BESIDE
@@ -112,4 +112,4 @@ def _about_prefixes(source: Source) -> str:
     prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
     if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):
         return ""
-    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read)"
+    return f" (what file names begin with, {', '.join(prefixes[:3])}, is not read: write data.labels=prefix for these)"

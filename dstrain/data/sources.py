@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.bad_files import listed
 from dstrain.data.clips import Cut, VIDEOS
@@ -10,10 +11,12 @@ from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.layouts.base import Request
+from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
-from dstrain.data.videos import open_videos
+from dstrain.data.videos import CLIPS, open_videos
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
 from dstrain.recipe import Codes, ConfigError, Data
@@ -44,16 +47,24 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
             if codes is not None:
                 codes.verify()
         return train, unseen
+    if not data.path.startswith("builtin:"):
+        path, held_out_path = taken_apart(data.path, data.held_out, data.held_out_path)
+        data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  index=data.index, run=run)
+                  request=request_of(data), index=data.index, run=run)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return train, open_images(data.path, data.image_size, split="held_out", **common)
     return train, None
+
+
+def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
+    """What the section asks of the form of its data."""
+    return Request(suffixes, labels=data.labels, class_list=data.class_list, columns=data.columns, **more)
 
 
 def described(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -85,7 +96,7 @@ def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
     common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
-                  index=data.index, run=run)
+                  request=request_of(data, CLIPS, noun="clips", captions=True), index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     if data.held_out or data.held_out_path:
         return train, open_videos(data.path, cut, split="held_out", **common)

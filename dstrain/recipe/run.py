@@ -55,6 +55,9 @@ class Data(Section):
     frame_stride: Annotated[PositiveInt, FIXED] = 1    # of clips: one frame of so many is taken
     captions: str | None = None              # of clips: NAME<TAB>CAPTION lines, or .csv or .jsonl with file and
                                              # caption; None: X.txt beside X.mp4, else the names of class folders
+    labels: Literal["auto", "prefix", "none"] = "auto"    # prefix: ADM's CLASS_name.png; none: no labels at all
+    class_list: str | None = None            # a file with a class (folder, synset) a line: their order is the label
+    columns: dict[Literal["path", "image", "label", "caption"], str | list[str]] = {}    # of a table, by their names
     images: str | None = None                # a folder of images that are mixed into the clips
     image_share: Fraction = 0.2              # of the training samples, where `images` is given
     channels: Annotated[Literal[1, 3, 4], FIXED] = 3    # 1 converts to grey, 4 keeps transparency (RGBA)
@@ -68,7 +71,7 @@ class Data(Section):
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
-    @field_validator("path", "held_out_path", "captions", "images", "index")
+    @field_validator("path", "held_out_path", "captions", "images", "class_list", "index")
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.

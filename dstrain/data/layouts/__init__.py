@@ -4,11 +4,16 @@ from pathlib import Path
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
+from dstrain.data.layouts.beside import Beside
 from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
+from dstrain.data.layouts.lists import Metadata, TableList
+from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (Clips, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
+                                     ListedClips, ListedFolders, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:

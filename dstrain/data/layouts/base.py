@@ -44,7 +44,7 @@ class Request:
     captions_file: str | None = None       # data.captions
     labels: str = "auto"                   # data.labels: auto, prefix (ADM's CLASS_name.png) or none
     class_list: str | None = None          # data.class_list: a file with a class (synset) a line
-    columns: dict[str, str] = field(default_factory=dict)   # data.columns of tables: path, image, label, caption
+    columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
 
 
 class Layout(ABC):
