@@ -266,7 +266,8 @@ def test_several_captions_and_their_states(tmp_path, vae):
              for i in range(10)]
     for path, texts in zip(sorted(root.glob("*/*.png")), lines):
         path.with_suffix(".txt").write_text("\n".join(texts))
-    encoder = TextEncoder(str(towers.sentences(tmp_path / "text")))
+    towers.sentences(tmp_path / "text")
+    encoder = TextEncoder(str(tmp_path / "text"))
     words = dict(text_encoder=str(tmp_path / "text"), shard_size=4, num_captions=3)
     encode(options(tmp_path / "out", vae, root, **words))
     plain = options(tmp_path / "plain", vae, root, shard_size=4)
