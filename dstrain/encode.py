@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from dstrain import __version__
+from dstrain import __version__, rng
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.caches.plan import EncodeOptions, planned
 from dstrain.data import shards
 from dstrain.data.rows import CAPTION_BYTES, packed
-from dstrain.data.source import Source, read_items
+from dstrain.data.source import Bad, Item, Source, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render
 from dstrain.encoders.precision import computing
@@ -128,7 +128,7 @@ def _conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str
 
 def _row_bytes(encoding: dict[str, Any]) -> int:
     """The bytes of one sample on the disk."""
-    numbers = math.prod(encoding["shape"]) * encoding["flips"]
+    numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
     several, texts = encoding.get("num_captions", 1), CAPTION_BYTES * ("captions" in encoding)
     if text := encoding.get("text"):
@@ -189,9 +189,12 @@ def _read(source: Source, jobs: Iterable[tuple[int, range]],
     several = encoding.get("num_captions")
 
     def read(index: int) -> tuple[dict, list]:
-        (item,), bad = read_items(source, [index])
+        items, bad = _crops(source, index, encoding)
+        item = items[0]
         row = (index + len(bad)) % len(source)               # an unreadable sample is replaced by the next one
         sample = {name: torch.as_tensor(item[name]) for name in names if name in item}
+        if "crops" in encoding:
+            sample["image"] = torch.stack([crop["image"] for crop in items])
         if several:
             texts = source.captions(row)[:several]
             sample["caption"] = torch.stack([packed(text) for text in (*texts, *[""] * (several - len(texts)))])
@@ -215,6 +218,17 @@ def _read(source: Source, jobs: Iterable[tuple[int, range]],
                            {tuple(entry) for entries in bad for entry in entries})
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
+    """A sample in each of its crops, which belong to its number; and those that could not be read before it."""
+    if "crops" not in encoding:
+        return read_items(source, [index])
+    keys = rng.keys_of_seeds(index * encoding["crops"] + torch.arange(encoding["crops"]))
+    chances = rng.uniform(keys, "crop", (source.chance_count,)).tolist()
+    first, bad = read_items(source, [index], chances[:1])
+    rest, _ = read_items(source, [index] * (len(chances) - 1), chances[1:])
+    return first + rest, bad
 
 
 def _write(out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays,

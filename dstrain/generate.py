@@ -37,6 +37,7 @@ class GenerateOptions:
     prompts: tuple[str, ...] | None = None     # texts, repeated to num, for a system that takes them
     text_encoder: str | None = None            # what encodes them, a folder or hub name; None: the recipe's
     tokenizer: str | None = None               # what decodes drawn tokens, a folder; None: the recipe's
+    size: tuple[int, int] | None = None        # width and height of pictures
     num_steps: int | None = None               # network evaluations for each picture
     sampler: str | None = None
     guidance_scale: float | None = None
@@ -201,6 +202,8 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     if options.invert is not None:
         return _pictures_to_invert(options, run, system)
     size = run.data.image_size
+    if then and options.size:
+        raise ConfigError("--size: a run of --then takes squares; leave it out")
     for folder, later, system in then:
         if not system.starts_from_data:
             raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
@@ -219,8 +222,8 @@ def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> T
     if not system.inverts:
         raise ConfigError(f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave "
                           "it out")
-    if options.low_res is not None or options.then:
-        raise ConfigError("--invert draws the pictures of one run again: leave out --low-res and --then")
+    if options.low_res is not None or options.then or options.size:
+        raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
     images = read_pictures(options.invert, run.data.channels)
     if images.shape[2:] != (run.data.image_size,) * 2:
         raise ConfigError(f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
@@ -249,7 +252,7 @@ def _request(options: GenerateOptions, run: Run, system: System, images: Tensor 
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
-    chosen = {name: getattr(options, name) for name in ("num_steps", *CHOICES)}
+    chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
     with reworded(f"{option}{options.folder}: "):
         request, captions = make_request(
             run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,

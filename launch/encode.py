@@ -22,6 +22,8 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --batch N             images or clips of one call of the first stage (32)
   --dtype NAME          of latents and texts: float16 or float32 (float16)
   --precision NAME      of the first stage: fp32, tf32 or bf16 (fp32)
+  --crops N             of images: so many random crops of each, of which a step takes one (the centre)
+  --crop NAME           these, as data.crop: random (ADM's), random_resized or dalle (random)
   --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
   --part K/N            the Kth of N ranges of shards, for machines without a launcher: each gives the same command with
@@ -76,6 +78,8 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--image-encoder", "--image_encoder")
     parser.add_argument("--text-encoder", "--text_encoder")
     parser.add_argument("--max-text-len", "--max_text_len", type=arguments.positive)
+    parser.add_argument("--crops", type=arguments.positive)
+    parser.add_argument("--crop", choices=("random", "random_resized", "dalle"), default="random")
     parser.add_argument("--from-latents", "--from_latents")
     parser.add_argument("--latent-scale", "--latent_scale", type=float)
     parser.add_argument("--normalize", action="store_true")

@@ -18,6 +18,7 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --then RUN            go on from the pictures with another run, such as super-resolution; may be given again
   --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of an earlier one
   --seed S              picture i is a function of S + i, on any number of ranks (0)
+  --size 320x192        width and height of pictures, for a run of system dit (the run's samples.size)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
   --sampler NAME        ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm,
                         and euler or sde; confidence or critic for videos (the run's)
@@ -63,6 +64,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
     parser.add_argument("--seed", type=arguments.count, default=0)
+    parser.add_argument("--size", type=arguments.size)
     parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_sampling()
     parser.add_argument("--guide", type=arguments.weights)

@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from dstrain import rng, systems
 from dstrain.caches.plan import planned
 from dstrain.data import shards
 from dstrain.data.batches import Batches, held_out
+from dstrain.data.crops import Crop
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.order import Order
@@ -280,7 +282,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
     with Batches(source, global_batch=10, micro_batch=5, seed=2) as batches:
         for step in range(12):
             for batch in batches.at(step):
-                chance = rng.uniform(batch["key"], "variant").double()
+                chance = rng.uniform(batch["key"], "variant", (2,))[:, 1].double()
                 index = Order(10, 2).index_at(step * 10 + batch["position"]).tolist()
                 chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
                 seen |= set(zip(index, chosen))
@@ -300,6 +302,46 @@ def test_several_captions_and_their_states(tmp_path, vae):
         == [texts[0] for texts in lines]
     with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
         encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
+
+
+def test_several_crops(tmp_path, vae):
+    """Oracle: diffusers' posterior of the crops that data.crop's own function cuts by the numbers of each sample and
+    crop; the crop that the sample's key draws; the first one, held out. Parts and shards change no bit.
+    """
+    from diffusers import AutoencoderKL
+    root, network = folder(tmp_path / "data", 2, 4), AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False)
+    words = dict(crops=3, crop="random_resized")
+    encode(options(tmp_path / "out", vae, root, **words))
+    crop, expected = Crop("random_resized"), []
+    for i, path in enumerate(sorted(root.glob("*/*.png"))):
+        for j in range(3):
+            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.numbers + 1,))[0].tolist()
+            cut = np.asarray(crop(Image.open(path).convert("L"), 16, 16, numbers[:-1]).image, np.float32)
+            pixels = torch.from_numpy(cut)[None, None] / 127.5 - 1
+            expected.append([network.encode(x).latent_dist.mean[0] for x in (pixels, pixels.flip(-1))])
+    expected = torch.stack([torch.stack(sides) for sides in expected]).detach().view(8, 3, 2, 3, 4, 4)
+    assert not torch.allclose(expected[:, 0], expected[:, 1], atol=1e-2)
+    source, seen = Latents(tmp_path / "out"), set()
+    assert "3 crops each" in source.describe()
+    with Batches(source, global_batch=8, micro_batch=4, seed=2) as batches:
+        for step in range(14):
+            for batch in batches.at(step):
+                chosen = (rng.uniform(batch["key"], "variant", (2,))[:, 0].double() * 3).long()
+                index, side = Order(8, 2).index_at(step * 8 + batch["position"]), rng.uniform(batch["key"], "flip") < 0.5
+                torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side.long()], rtol=1e-4, atol=1e-5)
+                seen |= set(zip(index.tolist(), chosen.tolist()))
+    assert seen == {(i, j) for i in range(8) for j in range(3)}, "each crop is drawn at some step"
+    (first,) = held_out(source, 8)
+    torch.testing.assert_close(first["latent_mean"], expected[:, 0, 0], rtol=1e-4, atol=1e-5)
+    for part in ((2, 2), (1, 2)):
+        encode(options(tmp_path / "parts", vae, root, shard_size=3, part=part, **words))
+    every, chance = torch.arange(8), torch.rand(8, 2)
+    assert all(torch.equal(*pair) for pair in zip(source.take(every, None, chance).values(), Latents(
+        tmp_path / "parts").take(every, None, chance).values()))
+    with pytest.raises(ConfigError, match="say how many of each image, such as --crops 4"):
+        encode(options(tmp_path / "none", vae, root, crop="dalle"))
+    with pytest.raises(ConfigError, match="crops None there, 3 here.*|crops 3 there, None here"):
+        encode(options(tmp_path / "out", vae, root))
 
 
 def test_training_from_latents_is_training_online(tmp_path, vae, images):

@@ -31,6 +31,8 @@ class EncodeOptions:
     batch: int = 32                            # samples of one call of the first stage
     shard_size: int = 4096                     # samples
     dtype: str = "float16"                     # of latents and texts on the disk: float16 or float32
+    crops: int | None = None                   # of images: random crops of each; None: the centre
+    crop: str = "random"                       # these, as data.crop names them
     flip: bool = True                          # encode the mirrored images, too; never videos: captions name directions
     text_encoder: str | None = None            # of captions: a folder, or name on the hub
     max_text_len: int | None = None            # text tokens; None: what the encoder takes

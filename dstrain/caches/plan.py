@@ -7,6 +7,7 @@ import torch
 
 from dstrain.caches.options import EncodeOptions, Plan
 from dstrain.caches.takeover import taken_over
+from dstrain.data.crops import Crop
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
 from dstrain.data.layouts.base import Request
@@ -34,6 +35,10 @@ def planned(options: EncodeOptions) -> Plan:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
         stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
+    if options.crops is None and options.crop != "random":
+        raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
+    if _of_videos(stage) and options.crops is not None:
+        raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
     for name in () if _of_videos(stage) else ("clips", "captions"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
@@ -76,6 +81,8 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         "data": group.from_first(source.contents() if group.rank() == 0 else None)}
     if options.precision != "fp32":                      # of which earlier folders say nothing
         encoding["precision"] = options.precision
+    if options.crops is not None:
+        encoding |= {"crops": options.crops, "crop": options.crop}
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
     text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
@@ -104,14 +111,15 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     if is_encoded(path):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
     with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
-                           "data.held_out": "--held-out", "data.captions=": "--captions "}):
+                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crops of "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
         own = options.data is None and run_data is not None
         request = request_of(run_data) if own else Request(SUFFIXES)
         request = replace(request, captions=options.num_captions is not None or options.text_encoder is not None)
+        crop = Crop() if options.crops is None else Crop(options.crop)
         images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                             held_out_path=held_out_path, request=request)
+                             held_out_path=held_out_path, request=request, crop=crop)
         if request.captions and not images.captioned:
             option = "--num-captions" if options.num_captions else "--text-encoder"
             raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or "

@@ -144,6 +144,14 @@ def window(text: str) -> tuple[int, int, int]:
     return first, last, ranks
 
 
+def size(text: str) -> tuple[int, int]:
+    """320x192: width and height."""
+    sides = text.lower().split("x")
+    if len(sides) != 2:
+        raise argparse.ArgumentTypeError(f"{text} is no WIDTHxHEIGHT in pixels, such as 320x192")
+    return positive(sides[0]), positive(sides[1])
+
+
 def labels(text: str) -> tuple[int, ...]:
     """Classes, as 3,5,5."""
     return tuple(count(word.strip()) for word in text.split(","))

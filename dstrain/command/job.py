@@ -73,6 +73,9 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         require_kind(run.data, run.system, schema.learns_from, systems.learners)
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
+        if (run.data.buckets or run.data.size_conditions) and not config.takes_sizes:
+            problems.append(f"data.buckets and data.size_conditions: {run.system} learns from images of one size: leave "
+                            "them out, or choose system=dit")
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:
             problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="

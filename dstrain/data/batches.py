@@ -1,7 +1,7 @@
 """Which sample goes where: the batches of a rank as a function of the step.
 
     stream position     p = step * global_batch + position,       0 <= position < global_batch
-    sample index        order.index_at(p)
+    sample index        order.index_at(p), where order = source.order(global_batch, seed)
     key                 rng.keys(seed, step, position): all randomness of the sample
     layout              position = (micro * world + rank) * micro_batch + i
 
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ from torch.utils.data import DataLoader
 from dstrain import rng
 from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles
-from dstrain.data.order import Order
 from dstrain.data.source import Source
 from dstrain.ranks.place import place
 from dstrain.recipe import ConfigError, NotRead
@@ -64,7 +64,7 @@ class Batches(AbstractContextManager):
         self.wait_seconds = 0.0                                        # host time spent waiting for samples
         self.problem: ConfigError | NotRead | None = None              # why there are no samples for the next step
         self.num_workers = _choose_workers(num_workers, source)
-        self._stream = _Stream(source, Order(len(source), seed), global_batch, seed, flip)
+        self._stream = _Stream(source, source.order(global_batch, seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
@@ -167,18 +167,19 @@ def held_out(source: Source, batch: int, rank: int = 0, world: int = 1, device: 
              seed: int = 0, limit: int | None = None) -> Iterator[Batch]:
     """The first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
 
-    Every rank gets the same number of batches of the same size, so that all make the same calls. The last ones are
-    filled up with repetitions, which `valid` bool (b,) marks False: a mean over the valid ones of all ranks is exact.
+    Every rank gets the same number of batches of the same size and, in turn, of the same shape, so that all make the
+    same calls. The last ones of a shape are filled up with repetitions, which `valid` bool (b,) marks False: a mean
+    over the valid ones of all ranks is exact.
     Other entries are as in Batches.at; position is the sample's index, and the key never changes, so that an evaluation
     meets the same noise each time. Samples and keys do not depend on the world size.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
     count = len(source) if limit is None else min(limit, len(source))
-    for start in range(rank * batch, -(-count // (batch * world)) * batch * world, batch * world):
-        position = torch.arange(start, start + batch)
-        valid = position < count
-        position = position.clamp(max=count - 1)
+    for start, end in _rounds(source, count, batch * world):
+        position = start + rank * batch + torch.arange(batch)
+        valid = position < end
+        position = position.clamp(max=end - 1)
         distinct = max(int(valid.sum()), 1)
         samples, bad = source.read_batch(position[:distinct])
         if bad:
@@ -187,6 +188,16 @@ def held_out(source: Source, batch: int, rank: int = 0, world: int = 1, device: 
         full = {name: tensor[filled] for name, tensor in samples.items()}
         full |= {"key": rng.keys(seed, _HELD_OUT_STEP, position), "position": position, "valid": valid}
         yield placed(full, device)
+
+
+def _rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where each round of `size` samples begins, and where the samples of its shape end, of the first `count`."""
+    first = 0
+    for end in source.ends:
+        end = min(end, count)
+        for start in range(first, end, size):
+            yield start, end
+        first = end
 
 
 def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -198,7 +209,7 @@ def placed(batch: Batch, device: torch.device | str, non_blocking: bool = False)
 class _Stream:
     """The data set as a DataLoader sees it: a range of stream positions in, one finished micro-batch out."""
 
-    def __init__(self, source: Source, order: Order, global_batch: int, seed: int, flip: bool) -> None:
+    def __init__(self, source: Source, order: Any, global_batch: int, seed: int, flip: bool) -> None:
         self.source, self.order, self.flip = source, order, flip
         self.global_batch, self.seed = global_batch, seed
 
@@ -213,7 +224,8 @@ class _Stream:
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
     def _chance(self, key: Tensor) -> Tensor | None:
-        return rng.uniform(key, self.source.chance_name) if self.source.chance_name else None
+        name, count = self.source.chance_name, self.source.chance_count
+        return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Of each sample its index, whether it is mirrored, its key and its position (b,) in the step; and the step."""

@@ -234,7 +234,7 @@ class LightningDiT(Foreign):
         if len(flips) > 1:
             raise ConfigError(f"--from-latents {self.root}: some files hold latents_flip and some do not: extract "
                               "again")
-        self.flips, self.ends = 1 + flips.pop(), np.cumsum(lengths)
+        self.flips, self.file_ends = 1 + flips.pop(), np.cumsum(lengths)
 
     def _shapes(self, name: str) -> dict[str, list[int]]:
         try:
@@ -246,11 +246,11 @@ class LightningDiT(Foreign):
                               "again, or take it away") from None
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.file_ends[-1])
 
     def _place(self, index: int) -> tuple[str, int]:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        return self.files[number], index - int(self.ends[number - 1] if number else 0)
+        number = int(np.searchsorted(self.file_ends, index, side="right"))
+        return self.files[number], index - int(self.file_ends[number - 1] if number else 0)
 
     def name(self, index: int) -> str:
         file, row = self._place(index)

@@ -1,7 +1,8 @@
 """Image sources: the built-in Fashion-MNIST, and images in any form of layouts/.
 
 Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
-UTF-8 as uint8 (CAPTION_BYTES,)}.
+UTF-8 as uint8 (CAPTION_BYTES,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
+top and left of the crop in the scaled image, the height and width of the crop} and {"right": int}, what lies beyond it.
 """
 
 import io
@@ -15,17 +16,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.nn import functional as F
 
+from dstrain.data.crops import Crop
 from dstrain.data.index import Index
 from dstrain.data.index_build import open_index
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout, Place, Request
 from dstrain.data.layouts.imagenet import taken_apart
-from dstrain.data.pixels import SUFFIXES, center_crop, decode, to_mode, to_tensor
+from dstrain.data.pixels import SUFFIXES, center_crop, decoded, to_tensor
 from dstrain.data.rows import packed
-from dstrain.data.source import Item, Source, reading
+from dstrain.data.source import Chance, Item, Source, reading
 from dstrain.data.storage import with_retries
 from dstrain.recipe import ConfigError
 
@@ -35,14 +36,16 @@ SPLITS = ("train", "held_out", "all")
 
 def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
                 held_out_path: str | Path | None = None, draft: bool = False, request: Request | None = None,
-                index: str | Path | None = None, run: Path | None = None) -> "Fashion | Images":
+                index: str | Path | None = None, run: Path | None = None, crop: Crop = Crop(),
+                sizes: bool = False) -> "Fashion | Images":
     """Opens a source of square images, on all ranks together.
 
     path: "builtin:fashion", or data in a form of layouts/. image_size: side of the square, pixels. channels: 1 (grey),
     3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of the data
     that is held out; the built-in data have their own 500. held_out_path: other data, with the same classes, that are
     the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request: None for
-    images without captions. index, run: see `open_index`. ConfigError: a path.
+    images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the size of
+    the image. ConfigError: a path.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -53,6 +56,9 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     builtin = str(path).startswith("builtin:")
     if builtin and str(path) != "builtin:fashion":
         raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
+    if builtin and (crop != Crop() or sizes):
+        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of 28 x 28 pixels, which "
+                          "are not cropped: leave them out")
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
     if not builtin:
@@ -62,7 +68,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if held_out_path is not None and held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
     request = request or Request(SUFFIXES)
-    images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions)
+    images = partial(Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions,
+                     crop=crop, sizes=sizes)
     if held_out_path is None:
         return images(*open_index(path, request, index, run), split=split, held_out=held_out)
     if split == "train":
@@ -125,38 +132,44 @@ class Images(Indexed):
     noun = "images"
 
     def __init__(self, layout: Layout, index: Index, image_size: int, channels: int = 3, draft: bool = False,
-                 captions: bool = False, **choice: Any) -> None:
+                 captions: bool = False, crop: Crop = Crop(), sizes: bool = False, **choice: Any) -> None:
         super().__init__(layout, index, **choice)
-        self.image_size, self.channels, self.draft = image_size, channels, draft
+        self.image_size, self.channels, self.draft, self.crop, self.sizes = image_size, channels, draft, crop, sizes
         self.captioned = captions and index.most_captions > 0
         self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
+        if crop.numbers:                          # the last number is the caption's
+            self.chance_name, self.chance_count = "crop", crop.numbers + 1
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: float | None = None) -> Item:
+    def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
+        """shape: width and height; None: a square of image_size."""
         row = self.row(index)
         place = self.index.place(row)
+        *numbers, caption = chance if isinstance(chance, list) else [chance or 0.0]
         with reading(place.name, self.path / place.name):
-            item = {"image": with_retries(lambda: self._pixels(place)), "label": self.label(row)}
+            item = with_retries(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
+            item["label"] = self.label(row)
             if self.captioned:
                 captions = self.index.captions(row)
-                caption = captions[int((chance or 0.0) * len(captions))]
-                if not caption:
+                text = captions[int(caption * len(captions))]
+                if not text:
                     raise ConfigError("its caption is empty, or cannot be read")
-                item["caption"] = packed(caption)
+                item["caption"] = packed(text)
         return item
 
     def captions(self, index: int) -> tuple[str, ...]:
         """All captions of a sample."""
         return self.index.captions(self.row(index))
 
-    def _pixels(self, place: Place) -> Tensor:
-        content = encoded(self.layout, place)
-        if isinstance(content, np.ndarray):
-            image = Image.fromarray(content[..., 0] if content.shape[-1] == 1 else content)
-            return to_tensor(center_crop(to_mode(image, self.channels), self.image_size))
-        return decode(content, self.image_size, self.channels, self.draft)
+    def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+        image = decoded(encoded(self.layout, place), self.channels, (width, height) if self.draft else None)
+        cut = self.crop(image, width, height, numbers)
+        if not self.sizes:
+            return {"image": to_tensor(cut.image)}
+        size = torch.tensor([image.height, image.width, cut.top, cut.left, height, width])
+        return {"image": to_tensor(cut.image), "size": size, "right": cut.right}
 
     def _summary(self) -> str:
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"

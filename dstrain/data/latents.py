@@ -66,7 +66,8 @@ class Latents(Source):
         self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
-        self.chance_name = "variant" if max(self.crops, self.num_captions) > 1 else None
+        if max(self.crops, self.num_captions) > 1:                   # a number for the crop, and one for the caption
+            self.chance_name, self.chance_count = "variant", 2
         self.sizes = np.array([shard["size"] for shard in index["shards"]], np.int64)
         self.hash = hashlib.blake2b("".join(shard["hash"] for shard in index["shards"]).encode(), digest_size=8)
         self.hash, self.unreadable = self.hash.hexdigest(), len(index["bad_files"])
@@ -107,7 +108,7 @@ class Latents(Source):
     def take(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> dict[str, Tensor]:
         """The samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
 
-        chance: uniform in [0, 1) (b,), which chooses among crops and captions; None takes the first ones.
+        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones.
         ConfigError: some are mirrored, and the folder has no mirrored images.
         """
         shards, rows, codes_rows = self._places(index, mirrored, chance)
@@ -140,18 +141,14 @@ class Latents(Source):
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
-        crop = 0 if chance is None else (chance.double().numpy() * self.crops).astype(np.int64)
+        crop = 0 if chance is None else (chance[:, 0].double().numpy() * self.crops).astype(np.int64)
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """The rows of the captions that are chosen; `counts` says how many each sample has, None: one.
-
-        The same number has chosen the crop, so that here its remainder within the crop's share decides.
-        """
+        """The rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
         if counts is None or chance is None:
             return rows * self.num_captions
-        rest = (chance.double().numpy() * self.crops) % 1
-        return rows * self.num_captions + (rest * counts.numpy()).astype(np.int64)
+        return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         """As of Source. Of several captions all are read, since their number must be read first."""

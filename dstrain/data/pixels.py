@@ -42,11 +42,19 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
 
 def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
     """`read_image` without retries; also of an open file, such as a member of an archive."""
+    return to_tensor(center_crop(decoded(file, channels, (image_size, image_size) if draft else None), image_size))
+
+
+def decoded(file: str | Path | BinaryIO | np.ndarray, channels: int,
+            draft: tuple[int, int] | None = None) -> Image.Image:
+    """An encoded image, or pixels uint8 (H, W, C), as L, RGB or RGBA. draft: the size that a reduced one must cover."""
+    if isinstance(file, np.ndarray):
+        return to_mode(Image.fromarray(file[..., 0] if file.shape[-1] == 1 else file), channels)
     with open_image(file, FORMATS) as image:
         if draft:
-            image.draft(None, (image_size, image_size))
+            image.draft(None, draft)
         image.load()
-        return to_tensor(center_crop(to_mode(image, channels), image_size))
+        return to_mode(image, channels)
 
 
 @contextmanager
@@ -97,8 +105,7 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
     height = height or width
     if image.mode == "RGBA":
         return center_crop(image.convert("RGBa"), width, height).convert("RGBA")
-    while image.width >= 2 * width and image.height >= 2 * height:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    image = reduced(image, width, height)
     scale = max(width / image.width, height / image.height)
     wide, high = round(image.width * scale), round(image.height * scale)
     x, y = (wide - width) // 2, (high - height) // 2
@@ -109,6 +116,13 @@ def center_crop(image: Image.Image, width: int, height: int | None = None) -> Im
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
     return image if high == height else image.crop((0, y, width, y + height))
+
+
+def reduced(image: Image.Image, width: float, height: float) -> Image.Image:
+    """The image halved while both sides are at least twice a target's."""
+    while image.width >= 2 * width and image.height >= 2 * height:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    return image
 
 
 def _columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:

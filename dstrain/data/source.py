@@ -1,26 +1,31 @@
 """The type of a data source: samples by index, what is known of them, and how a batch of them is read.
 
-A sample that cannot be read is replaced by the next index, cyclically, that can. The substitute is a function of the
-data and the index alone, so it is the same on any rank, in any worker and at any world size.
+A sample that cannot be read is replaced by the next index, cyclically among those of its shape, that can. The
+substitute is a function of the data and the index alone, so it is the same on any rank, in any worker and at any world
+size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dstrain.data.order import Order
 from dstrain.data.storage import storage_fails
 from dstrain.recipe import ConfigError, NotRead
 
 Item = dict[str, Tensor | int]
+Chance = float | list[float]
 Bad = list[tuple[str, str]]                # (name, reason) of samples that cannot be read
 
 _MAX_TRIES = 1000                          # substitutes in a row; data with a longer stretch are broken as a whole
 _MIRRORED = ("image", "video")             # entries of a batch that have a left and a right side
+_LEFT = 3                                  # in the entry "size": see images.py
 
 
 class BadSample(Exception):
@@ -63,6 +68,7 @@ class Source(ABC):
     captioned: bool = False                # items have captions
     uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
     chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
+    chance_count: int = 0                  # above 0, `read` takes a list of so many such numbers
     batched: bool = False                  # `read_batch` is faster than item by item
     expects: bool = False                  # `expect` begins to read what lies on a disk
 
@@ -110,7 +116,29 @@ class Source(ABC):
     def _caption_words(self) -> str:
         return "captions" if self.captioned else "no captions"
 
-    def read(self, index: int, chance: float | None = None) -> Item:
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The numbers behind the last sample of each shape: samples of one shape stand together."""
+        return (len(self),)
+
+    def order(self, global_batch: int, seed: int) -> Any:
+        """The order in which training takes the samples: `index_at` of stream positions, see order.py."""
+        return Order(len(self), seed)
+
+    def squares(self) -> "Source":
+        """The same samples, all of one shape."""
+        return self
+
+    def after(self, index: int, count: int) -> int:
+        """The sample `count` further on, cyclically among those of its shape."""
+        first, last = 0, 0
+        for end in self.ends:
+            first, last = last, end
+            if index < end:
+                break
+        return first + (index - first + count) % (last - first)
+
+    def read(self, index: int, chance: Chance | None = None) -> Item:
         """As [index]; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of a sample."""
         return self[index]
 
@@ -125,17 +153,22 @@ class Source(ABC):
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
         """The samples at `index` int64 (b,) as a batch, and those that could not be read and were replaced.
 
-        mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,), see `read`.
+        mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,) or (b,
+        chance_count), see `read`.
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
         batch = default_collate(items)             # numbers become int64 (b,)
+        if "size" in batch:                        # what a mirrored crop leaves out on its left was on its right
+            right = batch.pop("right")
+            if mirrored is not None:
+                batch["size"][mirrored, _LEFT] = right[mirrored]
         for name in _MIRRORED if mirrored is not None else ():
             if name in batch:
                 batch[name][mirrored] = batch[name][mirrored].flip(-1)
         return batch, bad
 
 
-def read_items(source: Source, indices: list[int], chances: list[float] | None = None) -> tuple[list[Item], Bad]:
+def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
     """The items at `indices`, the unreadable ones replaced, and each unreadable one that was met.
 
     chances: of each item, see Source.read. ConfigError: 1000 samples in a row cannot be read.
@@ -144,9 +177,9 @@ def read_items(source: Source, indices: list[int], chances: list[float] | None =
     tries = min(len(source), _MAX_TRIES)
     for place, index in enumerate(indices):
         chance = None if chances is None else chances[place]
-        for candidate in range(index, index + tries):
+        for count in range(tries):
             try:
-                items.append(source.read(candidate % len(source), chance))
+                items.append(source.read(source.after(index, count) if count else index, chance))
                 break
             except BadSample as error:
                 bad.append((error.path, error.reason))

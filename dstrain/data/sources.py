@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.bad_files import listed
+from dstrain.data.bucketed import Bucketed
 from dstrain.data.clips import Cut, VIDEOS
+from dstrain.data.crops import Crop
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
-from dstrain.data.images import open_images
+from dstrain.data.images import Images, open_images
 from dstrain.data.latents import Latents, is_encoded
 from dstrain.data.layouts.base import Request
 from dstrain.data.layouts.imagenet import taken_apart
@@ -55,11 +57,21 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request_of(data), index=data.index, run=run)
+                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
-        return train, open_images(data.path, data.image_size, split="held_out", **common)
-    return train, None
+        return _in_buckets(data, train), _in_buckets(data, open_images(data.path, data.image_size, split="held_out",
+                                                                       **common))
+    return _in_buckets(data, train), None
+
+
+def _in_buckets(data: Data, source: Source) -> Source:
+    if data.buckets is None:
+        return source
+    if not isinstance(source, Images):
+        raise ConfigError(f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of "
+                          "images")
+    return Bucketed(source, data.buckets, data.max_upscale)
 
 
 def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
@@ -136,6 +148,9 @@ def completed(data: Data) -> Data:
     """
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
+    if data.buckets or data.size_conditions or data.crop != "center":
+        raise ConfigError(f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of images that were "
+                          "cut to one size: leave them out, or give the images")
     index = Latents(data.path).index
     encoding = index["encoding"]
     videos = "num_frames" in encoding

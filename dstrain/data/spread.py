@@ -57,6 +57,10 @@ class Spread(View):
     def place(self, index: int | Tensor) -> int | Tensor:
         return index * len(self.whole) // self.num
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.ends)
+
     def describe(self) -> str:
         whole = self.whole.describe()
         return whole if len(self) == len(self.whole) else f"{len(self):,} of {whole}"

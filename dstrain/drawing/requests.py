@@ -38,13 +38,13 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
     system.check_sampling(samples)
     return Request(seed + torch.arange(num), conditions, samples.num_steps, system.sampler(samples.sampler) or None,
-                   samples.guidance_scale, num_frames=samples.num_frames,
+                   samples.guidance_scale, num_frames=samples.num_frames, size=samples.size,
                    **{name: getattr(samples, name) for name in CHOICES}), captions
 
 
 def of_all(samples: Samples, data: Data, system: System) -> Samples:
     """The section for a set that metrics compare with the data: every class in turn, whatever labels the grids show,
-    and every caption of the built-in clips; of other texts the recipe's prompts.
+    and every caption of the built-in clips; of other texts the recipe's prompts. Pictures are squares, as the data's.
     """
     prompts = tuple(built_in_captions()) if system.takes_texts and name_of(data) == MOVING else samples.prompts
-    return samples.model_copy(update={"labels": None, "prompts": prompts})
+    return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -54,7 +54,8 @@ class Quality:
             raise ConfigError(f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
                               f"built-in clothes, and {data.path} holds other data: write samples.metrics=[fid] "
                               "samples.features=[inception:FILE], say, or every.metrics=0")
-        self._source = own or (train if samples.metrics_split == "train" else unseen)
+        source = train if samples.metrics_split == "train" else unseen
+        self._source = own or source and source.squares()
         if self._source is None:
             raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
         if own is None and data.codes is not None:

@@ -121,15 +121,19 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
     return F.pad(features, (0, dim % 2))
 
 
-def sincos_positions(dim: int, height: int, width: int) -> Tensor:
+def sincos_positions(dim: int, height: int, width: int, base: int | None = None) -> Tensor:
     """Fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
 
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
     2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.
+
+    base: both axes run over 0 .. base, however many patches they have, so that a network meets the positions of its
+    square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, 2, ...
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
-    column, row = np.tile(np.arange(width), height), np.repeat(np.arange(height), width)
+    column, row = (np.arange(count) * ((base or count) / count) for count in (width, height))
+    column, row = np.tile(column, height), np.repeat(row, width)
     frequencies = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
     for position in (column, row):

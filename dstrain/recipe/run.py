@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.problems import divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section
+from dstrain.recipe.shapes import Shape, Shaping
 
 
 WIDEST = 0.288           # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
@@ -47,7 +48,7 @@ class Codes(Section):
     text_encoder: str | None = None          # fingerprint of what encoded these
 
 
-class Data(Section):
+class Data(Shaping):
     path: str = "builtin:fashion"            # a folder: images, clips (a subfolder a class) or a cache; or a built-in
     image_size: Annotated[int, Field(gt=0, le=65536), FIXED] = 32    # pixels, of the square to fit into; clips: width
     height: Annotated[PositiveInt | None, FIXED] = None    # of clips, pixels; None: image_size
@@ -89,6 +90,10 @@ class Data(Section):
              "data.channels=3"),
             (self.images and not 0 < self.image_share < 1, f"data.image_share={self.image_share:g} lies between 0 and "
              "1: leave data.images out for no images; for images alone write their folder as data.path"),
+            (self.num_frames and (self.buckets or self.crop != "center" or self.size_conditions), "data.buckets, "
+             "data.crop and data.size_conditions are of images, not of clips: leave them out"),
+            (self.draft and (self.crop != "center" or self.size_conditions), "data.draft=true goes with data.crop="
+             "center and without data.size_conditions: write data.draft=false"),
             (self.held_out == 1, "data.held_out=1 leaves nothing to train on: give a share below 1"),
             (self.held_out and self.held_out_path, f"data.held_out={self.held_out} and data.held_out_path="
              f"{self.held_out_path} both name held-out images: give one of the two"),
@@ -213,6 +218,7 @@ class Samples(Section):
     labels: tuple[Count, ...] | None = None  # repeated to `num`; None: every class in turn
     prompts: tuple[str, ...] | None = None   # texts, repeated to `num`, for a system that takes them
     num_frames: PositiveInt | None = None    # of videos; None: the model's
+    size: Shape | None = None                # width and height of pictures; None: image_size
     sampler: str | None = None               # None: the usual one of the system
     num_steps: PositiveInt = 50              # network evaluations for each picture
     guidance_scale: NonNegative = 1.0        # 1 is none

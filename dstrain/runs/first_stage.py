@@ -121,14 +121,16 @@ class Encoder:
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
     def _codes(self, batch: Batch) -> np.ndarray:
-        """(b, flips, ...) of a full batch."""
+        """(b, crops * flips, ...) of a full batch; with crops, its images are (b, crops, C, H, W)."""
         if "codes" in batch:
             return batch["codes"].numpy()
         on_device = {name: values.to(group.device()) for name, values in batch.items()}
-        codes = [self.stage.codes(on_device)]
+        views = [on_device]
+        if "crops" in self.encoding:
+            views = [{"image": crop} for crop in on_device["image"].unbind(1)]
         if self.encoding["flips"] == 2:
-            codes.append(self.stage.codes({"image": on_device["image"].flip(-1)}))
-        return np.stack(codes, axis=1)
+            views = [side for view in views for side in (view, {"image": view["image"].flip(-1)})]
+        return np.stack([self.stage.codes(view) for view in views], axis=1)
 
     def _texts(self, captions: Tensor) -> dict[str, np.ndarray]:
         """Of captions uint8 (b, bytes), or of several each (b, K, bytes), by calls of b captions."""

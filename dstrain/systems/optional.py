@@ -81,12 +81,16 @@ class Sampling:
     """
 
     sampling: tuple[str, ...] = ()                # the names of those that `sample` reads, see CHOICES
+    takes_sizes: bool = False                     # whether it draws pictures of any Request.size
     inverts: bool = False                         # whether conditions may hold `invert`, uint8 (N, C, H, W): pictures
                                                   # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
         """ConfigError: a choice that this system does not read, or that does not go with its sampler."""
         usual = Samples()
+        if samples.size is not None and not self.takes_sizes:
+            raise ConfigError(f"samples.size={list(samples.size)}, or --size: a {type(self).__name__} draws pictures "
+                              "of one size; leave it out")
         for name in CHOICES:
             value = getattr(samples, name)
             if value != getattr(usual, name) and name not in self.sampling:

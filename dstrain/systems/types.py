@@ -33,3 +33,4 @@ class Request:
     spacing: str | None = None                                        # of timesteps; None: the sampler's usual
     eta: float | None = None                                          # amount of noise; None: the sampler's usual
     num_frames: int | None = None                                     # of videos; None: the model's
+    size: tuple[int, int] | None = None                               # width and height, pixels; None: the model's

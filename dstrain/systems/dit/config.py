@@ -69,6 +69,7 @@ class Flow(Section):
 class Config(SystemConfig):
     learns_from = ("images", "latents")
     without_labels = "model.num_classes=1"
+    takes_sizes = True
 
     size: Literal[tuple(SIZES)] | None = None
     """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""
@@ -104,6 +105,11 @@ class Config(SystemConfig):
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
     """Autoencoder whose latents are modelled; None models what the data hold."""
+    sizes: Annotated[tuple[tuple[int, int], ...] | None, fixed("give the earlier data.buckets")] = None
+    """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
+    Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
+    size_conditions: bool = False
+    """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
@@ -117,8 +123,12 @@ class Config(SystemConfig):
             raise ConfigError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
         shape, factor = self.network_shape(), self.first_stage.factor if self.first_stage else 1
         patch = shape["patch_size"]
+        unit = factor * patch
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
-            raise ConfigError(f"image_size {self.image_size} is no multiple of {factor * patch}, patch_size x factor")
+            raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, patch_size x factor")
+        if unfit := [f"{wide} x {high}" for wide, high in self.sizes or () if wide % unit or high % unit]:
+            raise ConfigError(f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
+                              "patch_size x factor: give others, or a rule whose step is a multiple")
         if self.codes is not None:
             self._check_codes(patch)
         if shape["hidden_size"] % shape["num_heads"]:
@@ -162,7 +172,8 @@ class Config(SystemConfig):
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
         # The section's own codes are replaced: they may be those of another cache.
-        return {**from_data, **model, "codes": codes, **({"first_stage": first_stage} if first_stage else {})}
+        replaced = {"sizes": run.data.buckets, "size_conditions": run.data.size_conditions, "codes": codes}
+        return {**from_data, **model, **replaced, **({"first_stage": first_stage} if first_stage else {})}
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
@@ -197,7 +208,21 @@ class Config(SystemConfig):
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
+    def shape(self, size: tuple[int, int] | None = None) -> tuple[int, int, int]:
+        """Of the network's input, (C, h, w), for images of a width and height; None: squares of image_size.
+
+        ConfigError: the patches do not fill it.
+        """
+        if size is None:
+            return self.in_channels, self.input_size, self.input_size
+        factor, patch = self.image_size // self.input_size, self.network_shape()["patch_size"]
+        wide, high = size
+        if wide % (factor * patch) or high % (factor * patch):
+            raise ConfigError(f"{wide} x {high}: both sides are to be multiples of {factor * patch}")
+        return self.in_channels, high // factor, wide // factor
+
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of DiT."""
-        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq"}
+        fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
+                  "size_conditions"}
         return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}

@@ -27,11 +27,15 @@ class DiT(nn.Module):
     class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller drops.
     learn_sigma         twice as many output channels as input channels.
     time_freq           official, or diffusers (whose frequencies are spaced a little wider).
+    size_conditions     the original size of an image and its crop are conditions, too.
+
+    Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
     """
 
     def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1152,
                  depth: int = 28, num_heads: int = 16, mlp_ratio: float = 4.0, class_dropout_prob: float = 0.1,
-                 num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official") -> None:
+                 num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official",
+                 size_conditions: bool = False) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
@@ -41,10 +45,13 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
         self.y_embedder = named(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
+        if size_conditions:
+            self.s_embedder = SizeEmbedder(hidden_size)
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         # .float(), since zero.Init would create it in the compute dtype.
         self.register_buffer("pos_embed", torch.empty(1, self.grid ** 2, hidden_size).float())
+        self._positions: dict[tuple[int, int], Tensor] = {}        # of other grids; few, since a run has few sizes
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,19 +59,32 @@ class DiT(nn.Module):
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None) -> Tensor:
+        """size: int64 (B, 6), see SizeEmbedder; None: no such conditions."""
+        high, wide = (side // self.patch_size for side in x.shape[2:])
         x = self.x_embedder(x)                                                                    # (B, N, D)
-        x = x + self.pos_embed.to(x.dtype)
+        x = x + self.positions(high, wide).to(x)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
+        if size is not None:
+            c = c + self.s_embedder(size)
         for block in self.blocks:
             x = block(x, c)
-        return self.unpatchify(self.final_layer(x, c))                                            # (B, C or 2C, H, W)
+        return self.unpatchify(self.final_layer(x, c), high, wide)                                # (B, C or 2C, H, W)
 
-    def unpatchify(self, x: Tensor) -> Tensor:
+    def positions(self, high: int, wide: int) -> Tensor:
+        """Those of the square grid, or float32 (1, N, D) of another one over the same range."""
+        if high == wide == self.grid:
+            return self.pos_embed
+        if (high, wide) not in self._positions:
+            positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.grid)[None]
+            self._positions[high, wide] = positions.to(self.pos_embed.device)
+        return self._positions[high, wide]
+
+    def unpatchify(self, x: Tensor, high: int, wide: int) -> Tensor:
         """Tokens of p * p * C values to an image: (B, N, p*p*C) -> (B, C, H, W)."""
-        g, p = self.grid, self.patch_size
-        x = x.view(len(x), g, g, p, p, self.out_channels).permute(0, 5, 1, 3, 2, 4)               # (B, C, g, p, g, p)
-        return x.reshape(len(x), self.out_channels, g * p, g * p)
+        p = self.patch_size
+        x = x.view(len(x), high, wide, p, p, self.out_channels).permute(0, 5, 1, 3, 2, 4)         # (B, C, h, p, w, p)
+        return x.reshape(len(x), self.out_channels, high * p, wide * p)
 
 
 class DiTBlock(nn.Module):
@@ -122,6 +142,21 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         features = timestep_features(t, TIME_FEATURES, shift=self.shift)
+        return self.mlp(features.to(self.mlp[0].weight.dtype))
+
+
+class SizeEmbedder(nn.Module):
+    """The original height and width of an image, the top and left of its crop and the crop's height and width, in
+    pixels, int64 (B, 6) -> (B, D): SDXL's micro-conditioning (Podell et al. 2023). It begins as zero.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        first, last = Linear(6 * TIME_FEATURES, dim, init="normal"), Linear(dim, dim, init="zero")
+        self.mlp = nn.Sequential(first, nn.SiLU(), last)
+
+    def forward(self, size: Tensor) -> Tensor:
+        features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)           # (B, 6 x 256)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 

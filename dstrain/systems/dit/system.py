@@ -4,6 +4,7 @@ All randomness is drawn from the samples' keys by name: timestep, noise, drop (o
 start and noise/0, noise/1, ... in the order of the chain.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders.autoencoder import Autoencoder, draw
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError, Samples
+from dstrain.recipe import ConfigError, Samples, reworded
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.config import Config
@@ -32,13 +33,15 @@ class DiTSystem(System):
 
     in_pipeline = "transformer"
     sampling = CHOICES
+    takes_sizes = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.parts = {"denoiser": self.denoise}
         self.averaged = ("denoiser",)
         self.samplers = flow.SAMPLERS if config.objective == "flow" else samplers.SAMPLERS
-        self.shape = (config.in_channels, config.input_size, config.input_size)
+        self.shape = config.shape()
+        self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
         self.inverts = config.codes is None       # with cached latents the first stage has no encoder
@@ -69,7 +72,8 @@ class DiTSystem(System):
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
-        require_shape(example["x_start"], self.shape, "in_channels")
+        if tuple(example["x_start"].shape[1:]) not in self.shapes:
+            require_shape(example["x_start"], self.shape, "in_channels")
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
@@ -91,7 +95,7 @@ class DiTSystem(System):
         """
         if self.models_pixels():
             y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
-            network = lambda x_t, t: nets["denoiser"](x_t, t, y)
+            network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._sizes(example))
             process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
             terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
             return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
@@ -102,15 +106,23 @@ class DiTSystem(System):
 
     def _losses(self, nets: Nets, example: Example, y: Tensor) -> Terms:
         x_start, key = example["x_start"], example["key"]
-        noise = rng.normal(key, "noise", self.shape)                                            # (B, C, H, W)
+        noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))                              # (B, C, H, W)
         uniforms = rng.uniform(key, "timestep")                                                 # (B,)
-        network = lambda x_t, t: nets["denoiser"](x_t, t, y)
+        network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._sizes(example))
         if self.config.objective == "flow":
             t = self.flow.times(uniforms)
             return self.flow.training_losses(network, x_start, t, noise) | {"quartile": (4 * t).long().clamp(max=3)}
         t, _ = self.timesteps.sample(uniforms)
         quartile = 4 * t // self.diffusion.num_timesteps
         return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
+
+    def _sizes(self, example: Example) -> dict[str, Tensor]:
+        """The conditions of sizes, int64 (B, 6), where the model is told them."""
+        if not self.config.size_conditions:
+            return {}
+        if "size" not in example:
+            raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
+        return {"size": example["size"]}
 
     def _labels(self, conditions: dict[str, Tensor], like: Tensor) -> Tensor:
         if "label" in conditions:
@@ -125,16 +137,18 @@ class DiTSystem(System):
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
         Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
-        than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted.
+        than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted,
+        a size that patches do not fill.
         """
         if problem := self.cannot_draw():
             raise ConfigError(problem)
         sampler, count, spacing = self.sampler(request.sampler), request.num_steps, request.spacing
         keys, network = rng.keys_of_seeds(request.seeds), self._guided(nets, request)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+        shape = self.config.shape(request.size)
+        noise = lambda i: rng.normal(keys, f"noise/{i}", shape)
         images = request.conditions.get("invert")
         x_start = None if images is None else self.encode({"image": images, "key": keys})["x_start"]
-        x = rng.normal(keys, "start", self.shape) if images is None else None
+        x = rng.normal(keys, "start", shape) if images is None else None
         if self.config.objective == "flow":
             if images is not None:
                 x = self.flow.invert(network, x_start, sampler, count, spacing)
@@ -148,6 +162,8 @@ class DiTSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
+        with reworded("--size or samples.size: "):
+            self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
         if self.config.objective == "flow":
             flow.check_spacing(samples.spacing)
@@ -156,7 +172,7 @@ class DiTSystem(System):
         """Width and depth may differ, and so may what the network learns beside its prediction."""
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        same = {"image_size", "in_channels", "num_classes", "objective", "first_stage", "codes"}
+        same = {"image_size", "size_conditions", "in_channels", "num_classes", "objective", "first_stage", "codes"}
         own, others = (system.config.model_dump(include=same | {system.config.objective}) for system in (self, other))
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
@@ -167,9 +183,12 @@ class DiTSystem(System):
         if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
             raise ConfigError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
                               "with guidance_scale 1, or train with class_dropout_prob above 0")
-        null = torch.full_like(y, self.config.num_classes)
+        null, size = torch.full_like(y, self.config.num_classes), {}
+        if self.config.size_conditions:           # a picture that had this size, and was not cut
+            wide, high = request.size or (self.config.image_size,) * 2
+            size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
         process = self.flow if self.config.objective == "flow" else self.diffusion
-        return samplers.guided(nets["denoiser"], {"y": y}, {"y": null}, request.guidance_scale,
+        return samplers.guided(nets["denoiser"], {"y": y} | size, {"y": null} | size, request.guidance_scale,
                                self.config.guidance_channels, rescale=request.guidance_rescale, guide=guide,
                                active=samplers.within(request.guidance_interval, process.noise_of))
 
@@ -209,16 +228,21 @@ class DiTSystem(System):
         return (self.first_stage,) if self.first_stage else ()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels."""
+        """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels. Of
+        several sizes it is the largest.
+        """
+        wide, high = max(self.config.sizes or ((self.config.image_size,) * 2,), key=math.prod)
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
         if not self.config.codes and (self.first_stage or self.models_pixels()):
-            size = self.config.image_size
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
-            batch["image"] = rng.integers(batch["key"], "image", 256, (channels, size, size)).to(torch.uint8)
+            batch["image"] = rng.integers(batch["key"], "image", 256, (channels, high, wide)).to(torch.uint8)
         else:
-            batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", self.shape)
-            batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", self.shape)
+            shape = self.config.shape((wide, high) if self.config.sizes else None)
+            batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
+            batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
+        if self.config.size_conditions:
+            batch["size"] = torch.tensor([high, wide, 0, 0, high, wide]).repeat(batch_size, 1)
         return batch
 
 

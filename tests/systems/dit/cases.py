@@ -7,7 +7,8 @@ from dstrain.systems.base import Request
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
         "num_classes": 10}
 CASES = [TINY, TINY | {"objective": "flow", "learn_sigma": False}, TINY | {"recompute": True, "in_channels": 4},
-         TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}}]
+         TINY | {"learn_sigma": False, "num_classes": 1, "diffusion": {"prediction": "v", "schedule": "cosine"}},
+         TINY | {"sizes": [[8, 8], [16, 6]], "size_conditions": True, "objective": "flow"}]
 
 
 def request(system, seeds):

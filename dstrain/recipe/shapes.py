@@ -1,0 +1,83 @@
+"""The entries of a recipe's section `data` that say which shapes images get, and how they are cropped to them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from dstrain.recipe.section import FIXED, Section
+
+Side = Annotated[int, Field(gt=0, le=65536)]
+Shape = tuple[Side, Side]                      # width and height, pixels
+Share = Annotated[float, Field(gt=0, le=1)]
+Aspect = Annotated[float, Field(gt=0, le=1000)]
+
+
+class BucketRule(Section):
+    """Shapes of about the same area."""
+
+    pixels: Annotated[int, Field(gt=0, le=2**32)]      # area that none exceeds
+    step: Annotated[int, Field(gt=0, le=4096)] = 16    # all sides are multiples of it
+    ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
+
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """From the widest to the highest: for each short side the longest long one that `pixels` and `ratio` allow."""
+        square = int(self.pixels ** 0.5) // self.step * self.step
+        shapes = set()
+        for short in range(self.step, square + 1, self.step):
+            long = self.pixels // short // self.step * self.step
+            if long <= self.ratio * short:
+                shapes |= {(long, short), (short, long)}
+        return tuple(sorted(shapes, key=lambda shape: (-shape[0] / shape[1], shape)))
+
+
+def _from_rule(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    try:
+        shapes = BucketRule.model_validate(value).shapes()
+    except ValidationError as error:
+        fault = error.errors()[0]
+        reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        raise PydanticCustomError("buckets", "a rule is {example}; {reason}", {
+            "example": "{pixels: 65536, step: 16, ratio: 2}", "reason": reason}) from None
+    if not shapes:
+        raise PydanticCustomError("buckets", "this rule makes no shape: take more pixels, or a smaller step")
+    return shapes
+
+
+class Shaping(Section):
+    """What an image becomes before a model meets it. launch/buckets.md explains the entries."""
+
+    # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
+    # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size.
+    buckets: Annotated[tuple[Shape, ...] | None, BeforeValidator(_from_rule), FIXED] = None
+    # Images that their bucket would enlarge more often are left out; None: they stay, and are counted.
+    max_upscale: Annotated[float | None, Field(ge=1), FIXED] = None
+    crop: Annotated[Literal["center", "random", "random_resized", "dalle", "none"], FIXED] = "center"
+    crop_scale: Annotated[tuple[Share, Share] | None, FIXED] = None    # share of an image that a random crop keeps, of
+                                             # its side (random) or area (random_resized); None: 0.8-1 or 0.08-1
+    crop_ratio: Annotated[tuple[Aspect, Aspect] | None, FIXED] = None    # width / height that random_resized cuts out,
+                                             # times the target's; None: 3/4-4/3
+    size_conditions: Annotated[bool, FIXED] = False    # the model is told an image's original size and its crop
+
+    @model_validator(mode="after")
+    def _agree_on_shapes(self) -> "Shaping":
+        pairs = (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio))
+        checks = (
+            (self.buckets == (), "data.buckets=[] gives no shape: give some, or null for squares"),
+            (self.buckets and len(set(self.buckets)) < len(self.buckets), "data.buckets names a shape twice: name each "
+             "once"),
+            (self.max_upscale is not None and not self.buckets, f"data.max_upscale={self.max_upscale} is of "
+             "data.buckets: leave it out, or give buckets"),
+            (self.crop_scale and self.crop not in ("random", "random_resized"), "data.crop_scale is of data.crop="
+             f"random and random_resized, not of {self.crop}: leave it out"),
+            (self.crop_ratio and self.crop != "random_resized", f"data.crop_ratio is of data.crop=random_resized, not "
+             f"of {self.crop}: leave it out"),
+            (self.crop == "dalle" and self.buckets, "data.crop=dalle cuts squares: leave data.buckets out, or write "
+             "data.crop=random"),
+            *((pair and pair[0] > pair[1], f"data.{name}={list(pair or ())}: write the lower number first")
+              for name, pair in pairs))
+        if messages := [message for wrong, message in checks if wrong]:
+            raise ValueError("\n".join(messages))
+        return self

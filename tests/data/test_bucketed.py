@@ -1,0 +1,158 @@
+"""Images in buckets: what a source of several shapes gives, where its members stand, and its batches on any ranks."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dstrain.data.batches import Batches, held_out
+from dstrain.data.pixels import center_crop, to_tensor
+from dstrain.data.sources import described, open_sources
+from dstrain.data.spread import Spread
+from dstrain.recipe import ConfigError, Data
+
+SHAPES = [[32, 32], [48, 16], [16, 48]]
+SIZES = [(40, 40), (90, 30), (30, 90), (64, 60), (100, 30), (31, 80), (20, 20)]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two classes of 20 pictures of several aspects, 3 of them of 20 x 20 pixels."""
+    root, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for number in range(40):
+        path = root / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        wide, high = SIZES[number % 7] if number < 21 else SIZES[number % 6]
+        Image.fromarray(generator.integers(0, 256, (high, wide, 3), np.uint8)).save(path)
+    return root
+
+
+def opened(folder, **entries):
+    return open_sources(Data(path=str(folder), image_size=32, buckets=SHAPES, **entries))
+
+
+def batches(source, rank=0, world=1, micro=4, **options):
+    return Batches(source, global_batch=8, micro_batch=micro, seed=3, rank=rank, world=world, steps=STEPS, **options)
+
+
+def test_samples(folder):
+    """Oracle: the shape nearest in log aspect, by hand, and ADM's crop of the file that the name says."""
+    source = opened(folder)[0]
+    assert len(source) == 40
+    by_aspect = {(40, 40): 0, (90, 30): 1, (30, 90): 2, (64, 60): 0, (100, 30): 1, (31, 80): 2, (20, 20): 0}
+    names = []
+    for index in range(40):
+        image = Image.open(folder / source.name(index))
+        shape = SHAPES[by_aspect[image.size]]
+        assert list(source.shape(index)) == shape
+        item = source[index]
+        assert torch.equal(item["image"], to_tensor(center_crop(image, *shape)))
+        assert item["label"] == "ab".index(source.name(index)[0])
+        names.append(source.name(index))
+    assert len(set(names)) == 40
+    for first, last in zip((0, *source.ends), source.ends):
+        assert names[first:last] == sorted(names[first:last])
+
+
+def test_enlarged_pictures_are_counted_or_left_out(folder):
+    """Oracle: by hand: 3 pictures of 20 x 20 are enlarged 1.6 times to 32 x 32, and no other one."""
+    words = described(Data(path=str(folder)), *opened(folder))[0]
+    assert "3 enlarged, up to 1.6 times" in words and "in 3 of 3 buckets" in words
+    left = opened(folder, max_upscale=1.5)[0]
+    assert len(left) == 37 and "3 left out by data.max_upscale" in left.describe()
+    assert all(Image.open(folder / left.name(index)).size != (20, 20) for index in range(37))
+    assert len(opened(folder, max_upscale=1.6)[0]) == 40
+    with pytest.raises(ConfigError, match="give smaller data.buckets"):
+        open_sources(Data(path=str(folder), image_size=32, buckets=[[512, 512]], max_upscale=2))
+
+
+def test_an_index_on_a_disk(folder, tmp_path):
+    """Oracle: the source whose index is in memory; what a worker receives of one on a disk has no list in it."""
+    plain, kept = opened(folder)[0], opened(folder, index=str(tmp_path))[0]
+    again = opened(folder, index=str(tmp_path))[0]
+    assert [plain.name(i) for i in range(40)] == [kept.name(i) for i in range(40)] == [again.name(i) for i in range(40)]
+    files = list(tmp_path.glob("*/buckets-*/*"))
+    assert {path.name for path in files} == {"index.json", "members.bin"}
+    again.members.at(0)
+    sent = pickle.loads(pickle.dumps(again))
+    assert sent.members.array is None and torch.equal(sent[5]["image"], plain[5]["image"])
+    assert len(opened(folder, index=str(tmp_path), max_upscale=1.5)[0]) == 37
+    assert len(opened(folder, index=str(tmp_path), held_out=0.5)[0]) < 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_has_one_shape_on_all_ranks(folder, workers):
+    """Oracle: the pictures of all ranks together are those of one rank, at 2 and 4 ranks, in one shape a step; the
+    steps of an epoch pass over all pictures, but for what waits for the next one."""
+    source = opened(folder)[0]
+    alone = [list(batches(source, micro=8).at(step))[0] for step in range(STEPS)]
+    for world in (2, 4):
+        ranks = [batches(source, rank, world, 8 // world, num_workers=workers if world == 2 else 0)
+                 for rank in range(world)]
+        for step in range(STEPS):
+            parts = [next(iter(rank.at(step))) for rank in ranks]
+            assert torch.equal(torch.cat([part["image"] for part in parts]), alone[step]["image"])
+            assert torch.equal(torch.cat([part["key"] for part in parts]), alone[step]["key"])
+        for rank in ranks:
+            rank.close()
+    assert len({tuple(batch["image"].shape) for batch in alone}) == 3
+
+
+def test_a_broken_picture_is_replaced_by_one_of_its_shape(folder, tmp_path):
+    """Oracle: the next picture of the bucket, cyclically: the batch still has one shape."""
+    import shutil
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    source = opened(copy)[0]
+    ends = (0, *source.ends)
+    for bucket in range(3):
+        last = ends[bucket + 1] - 1
+        whole = source[ends[bucket]]["image"]
+        path = copy / source.name(last)
+        path.write_bytes(path.read_bytes()[:-60])
+        batch, bad = source.read_batch(torch.tensor([last - 1, last]))
+        assert [name for name, _ in bad] == [source.name(last)]
+        assert torch.equal(batch["image"][1], whole)
+
+
+def test_held_out_batches_have_one_shape(folder):
+    """Oracle: every picture once, by any number of ranks; in a round all ranks have the same shape; a share of them
+    too."""
+    source = opened(folder, held_out=0.5)[1]
+    for view in (source, Spread(source, 9)):
+        for world in (1, 2, 3):
+            ranks = [list(held_out(view, 3, rank, world)) for rank in range(world)]
+            assert len({len(rank) for rank in ranks}) == 1
+            positions = []
+            for round_ in zip(*ranks):
+                assert len({tuple(batch["image"].shape) for batch in round_}) == 1
+                positions += [batch["position"][batch["valid"]] for batch in round_]
+            assert torch.equal(torch.cat(positions).sort().values, torch.arange(len(view)))
+
+
+def test_sizes_and_crops_of_a_batch(folder):
+    """Oracle: the picture: its size, and where its crop lies in the picture scaled to cover the shape; mirrored, from
+    the other side."""
+    source = opened(folder, size_conditions=True)[0]
+    index = torch.arange(len(source))
+    for first, last in zip((0, *source.ends), source.ends):
+        plain = source.read_batch(index[first:last])[0]
+        turned = source.read_batch(index[first:last], torch.ones(last - first, dtype=torch.bool))[0]
+        assert "right" not in plain and torch.equal(plain["image"].flip(-1), turned["image"])
+        for row, size in enumerate(plain["size"].tolist()):
+            image = Image.open(folder / source.name(first + row))
+            wide, high = source.shape(first + row)
+            assert size[:2] == [image.height, image.width] and size[4:] == [high, wide]
+            scale = max(wide / image.width, high / image.height)
+            across, down = round(image.width * scale) - wide, round(image.height * scale) - high
+            assert size[2:4] == [down // 2, across // 2]
+            assert turned["size"][row].tolist() == size[:3] + [across - across // 2] + size[4:]
+
+
+def test_where_buckets_are_refused(tmp_path):
+    """Oracle: a ConfigError with the remedy."""
+    with pytest.raises(ConfigError, match="builtin:fashion have one size"):
+        open_sources(Data(buckets=[[32, 32]]))
