@@ -298,8 +298,8 @@ def test_several_captions_and_their_states(tmp_path, vae):
     (first,) = held_out(source, 10)
     assert captions_of(first["caption"]) == [texts[0] for texts in lines]
     one = encode(options(tmp_path / "one", vae, root, num_captions=1))
-    assert one["encoding"]["text"] is None and captions_of(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) \
-        == [texts[0] for texts in lines]
+    assert one["encoding"]["text"] is None
+    assert captions_of(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) == [texts[0] for texts in lines]
     with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
         encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
 
@@ -327,8 +327,9 @@ def test_several_crops(tmp_path, vae):
         for step in range(14):
             for batch in batches.at(step):
                 chosen = (rng.uniform(batch["key"], "variant", (2,))[:, 0].double() * 3).long()
-                index, side = Order(8, 2).index_at(step * 8 + batch["position"]), rng.uniform(batch["key"], "flip") < 0.5
-                torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side.long()], rtol=1e-4, atol=1e-5)
+                index = Order(8, 2).index_at(step * 8 + batch["position"])
+                side = (rng.uniform(batch["key"], "flip") < 0.5).long()
+                torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side], rtol=1e-4, atol=1e-5)
                 seen |= set(zip(index.tolist(), chosen.tolist()))
     assert seen == {(i, j) for i in range(8) for j in range(3)}, "each crop is drawn at some step"
     (first,) = held_out(source, 8)

@@ -111,20 +111,25 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     if is_encoded(path):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
     with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
-                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crops of "}):
+                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crop "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
-        own = options.data is None and run_data is not None
-        request = request_of(run_data) if own else Request(SUFFIXES)
-        request = replace(request, captions=options.num_captions is not None or options.text_encoder is not None)
-        crop = Crop() if options.crops is None else Crop(options.crop)
-        images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                             held_out_path=held_out_path, request=request, crop=crop)
-        if request.captions and not images.captioned:
-            option = "--num-captions" if options.num_captions else "--text-encoder"
-            raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or "
-                              "leave it out")
-        return images, size
+        return _images(options, stage, path, size, share, held_out_path), size
+
+
+def _images(options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float,
+            held_out_path: str | None) -> Source:
+    own = options.data is None and stage.data is not None
+    captions = options.num_captions is not None or options.text_encoder is not None
+    request = replace(request_of(stage.data) if own else Request(SUFFIXES), captions=captions)
+    images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
+                         held_out_path=held_out_path, request=request,
+                         crop=Crop() if options.crops is None else Crop(options.crop))
+    if captions and not images.captioned:
+        option = "--num-captions" if options.num_captions else "--text-encoder"
+        raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or leave "
+                          "it out")
+    return images
 
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:

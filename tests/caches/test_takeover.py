@@ -106,7 +106,8 @@ def test_normalized_by_channel(tmp_path, vae):
             return (Path.touch, (tmp_path / "executed",))
 
     path = tmp_path / "theirs" / "latents_stats.pt"
-    for content, words in ((pickle.dumps(Hostile(), protocol=2), "holds no mean and std of 3 channels"), (None, "is missing")):
+    for content, words in ((pickle.dumps(Hostile(), protocol=2), "holds no mean and std of 3 channels"),
+                           (None, "is missing")):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             encode(options(tmp_path, vae, normalize=True, out=tmp_path / "none"))
@@ -136,7 +137,8 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
             (fast, dict(first_stage=None), "name what encoded them: --first-stage PATH"),
             (fast, dict(first_stage=str(wide)), "makes latents of 4 channels, those in .* have 3"),
             (fast, dict(image_size=20), "stand for 16 pixels"),
-            (fast, dict(data="x"), "--data is for encoding"), (fast, dict(normalize=True), "latents_stats.pt is missing"),
+            (fast, dict(data="x"), "--data is for encoding"),
+            (fast, dict(normalize=True), "latents_stats.pt is missing"),
             (fast, dict(from_latents=str(tmp_path)), "holds no latents of a known layout"),
             (fast, dict(from_latents=None, latent_scale=2.0, data="builtin:fashion", image_size=16),
              "--latent-scale is for --from-latents")):

@@ -124,13 +124,20 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
 
 
 def test_more_shards_than_a_process_may_open(tmp_path):
-    """Oracle: the codes that were written, in batches over 300 shards, by a process that may open 64 files."""
+    """Oracle: the codes that were written, in batches over 300 shards, by a process that may open 64 files; and what
+    the size of each shard takes.
+    """
     codes = write(tmp_path / "x", number=300, size=1, flips=1)
     np.save(tmp_path / "codes.npy", codes)
     done = subprocess.run([sys.executable, "-c", FEW_FILES, tmp_path / "x", tmp_path / "codes.npy"], text=True,
                           capture_output=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3 classes of 100\n"
+    write(tmp_path / "few", number=10, size=1, flips=1)
+    few, many = Latents(tmp_path / "few", "train", 0.1), Latents(tmp_path / "x", "train", 0.1)
+    for source in (few, many):
+        source.read_batch(torch.arange(len(source)))
+    assert len(pickle.dumps(many)) - len(pickle.dumps(few)) < 290 * 10, "a worker gets 8 bytes a shard, and no list"
 
 
 def test_a_share_is_held_out(tmp_path):
