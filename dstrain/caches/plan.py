@@ -29,7 +29,7 @@ def planned(options: EncodeOptions) -> Plan:
     if options.from_latents is not None:
         return taken_over(options)
     for name in ("latent_scale", "normalize"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} is for --from-latents: leave it out")
     if options.run is not None:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)

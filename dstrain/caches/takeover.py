@@ -4,6 +4,7 @@ Their samples of a posterior are kept without a deviation. What has been multipl
 latents by the factor of its first stage.
 """
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -31,6 +32,8 @@ def taken_over(options: EncodeOptions) -> Plan:
                           f"--first-stage {_NAMED}NAME for an encoder that is not at hand")
     if is_encoded(options.from_latents):
         raise ConfigError(f"--from-latents {options.from_latents} holds our own codes: give it as data.path")
+    if options.latent_scale is not None and not 0 < options.latent_scale < math.inf:
+        raise ConfigError(f"--latent-scale {options.latent_scale}: latents have been multiplied by a number above 0")
     source = open_foreign(options.from_latents)
     if not options.flip:
         source.without_flips()

@@ -137,6 +137,7 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
             (fast, dict(first_stage=None), "name what encoded them: --first-stage PATH"),
             (fast, dict(first_stage=str(wide)), "makes latents of 4 channels, those in .* have 3"),
             (fast, dict(image_size=20), "stand for 16 pixels"),
+            (fast, dict(latent_scale=0.0), "multiplied by a number above 0"),
             (fast, dict(data="x"), "--data is for encoding"),
             (fast, dict(normalize=True), "latents_stats.pt is missing"),
             (fast, dict(from_latents=str(tmp_path)), "holds no latents of a known layout"),
