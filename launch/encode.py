@@ -7,6 +7,7 @@ from dstrain.command import arguments, cli
 
 _HELP = """\
 Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
+launch/encode.md tells more.
 
 usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [options]
 
@@ -21,17 +22,28 @@ usage:  [deepspeed] launch/encode.py RUN | --first-stage PATH  --out DIR [option
   --batch N             images or clips of one call of the first stage (32)
   --dtype NAME          of latents and texts: float16 or float32 (float16)
   --precision NAME      of the first stage: fp32, tf32 or bf16 (fp32)
+  --crops N             of images: so many random crops of each, of which a step takes one (the centre)
+  --crop NAME           these, as data.crop: random (ADM's), random_resized or dalle (random)
   --no-flip             without the mirrored images: half the size, and no data.flip; videos are never mirrored
   --shard-size N        samples of a file (4096)
+  --part K/N            the Kth of N ranges of shards, for machines without a launcher: each gives the same command with
+                        a K of its own and the same --out (or puts the shards together); the last one writes the index
   --ema NUMBER | --raw  of a run: the average of this decay or width, or the training weights (its first one)
   --checkpoint STEP     of a run: the step to load (the newest whole one)
   --max-bad-fraction F  unreadable files that are replaced before it ends (0.01)
 
-of videos, whose captions are kept, too:
-  --clips N             so many windows of each, evenly spaced (one, of the middle)
-  --captions FILE       lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4
+of videos, whose captions are kept, too, and of images with captions:
+  --num-captions N      of images with X.txt: keep at most so many captions (lines) of each, of which a step draws one
+                        (none, or 1 with --text-encoder)
+  --clips N             of videos: so many windows of each, evenly spaced (one, of the middle)
+  --captions FILE       of videos: lines of NAME<TAB>CAPTION for --data, where no X.txt stands beside X.mp4
   --text-encoder PATH   what encodes the captions, such as a T5 encoder: a folder or a name on the hub (none)
   --max-text-len N      text tokens (what the encoder takes)
+
+latents that others have cached (fast-DiT, LightningDiT, EDM2, REPA), written as shards:
+  --from-latents PATH   their folder; with --first-stage PATH, or --first-stage name:NAME where it cannot be read here
+  --latent-scale X      by which they have been multiplied (fast-DiT: 0.18215, others 1); they are divided by it
+  --normalize           by channel, with LightningDiT's latents_stats.pt; then no first stage can decode them
 
 for a prior, pairs of embeddings of captioned images (X.png and X.txt, or tar shards), which data.path=DIR trains on:
   --image-encoder PATH  a CLIP model: a folder or a name on the hub; --data, --batch, --dtype, --shard-size as above
@@ -59,21 +71,28 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
     parser.add_argument("--no-flip", "--no_flip", action="store_false", dest="flip")
     parser.add_argument("--shard-size", "--shard_size", type=arguments.positive, default=4096)
+    parser.add_argument("--part", type=arguments.part)
     parser.add_weights()
     parser.add_precision()
     parser.add_argument("--max-bad-fraction", "--max_bad_fraction", type=arguments.share, default=0.01)
     parser.add_argument("--image-encoder", "--image_encoder")
     parser.add_argument("--text-encoder", "--text_encoder")
     parser.add_argument("--max-text-len", "--max_text_len", type=arguments.positive)
+    parser.add_argument("--crops", type=arguments.positive)
+    parser.add_argument("--crop", choices=("random", "random_resized", "dalle"), default="random")
+    parser.add_argument("--from-latents", "--from_latents")
+    parser.add_argument("--latent-scale", "--latent_scale", type=float)
+    parser.add_argument("--normalize", action="store_true")
+    parser.add_argument("--num-captions", "--num_captions", type=arguments.positive)
     parser.add_argument("--clips", type=arguments.positive)
     parser.add_argument("--captions")
     parser.add_argument("--text-encodings", "--text_encodings", action="store_true")
     words = parser.words(argv)
-    alone = words["run"] is None and words["first_stage"] is None                # then texts are one of two towers
+    alone = not (words["run"] or words["first_stage"] or words["from_latents"])  # then texts are one of two towers
     if words["image_encoder"] or words["text_encodings"] or alone and (words["text_encoder"] or words["max_text_len"]):
         return _pairs(words, parser)
     del words["image_encoder"], words["text_encodings"]
-    if (words["run"] is None) == (words["first_stage"] is None):
+    if (words["run"] is None) == (words["first_stage"] is None) and words["from_latents"] is None:
         raise cli.ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
     if words["out"] is None:
         raise cli.ConfigError("name the folder to write into: --out DIR")
@@ -119,7 +138,7 @@ def main() -> None:
         group.leave()
         return
     index = encode.encode(options)
-    if group.rank() == 0:
+    if group.rank() == 0 and index is not None:
         encoding, found = index["encoding"], index["statistics"]
         scale = f", scaling_factor {found['scaling_factor']:.5f}" if "scaling_factor" in found else ""
         scale += f" of {encoding['codebook_size']} ids" if encoding.get("codebook_size") else ""

@@ -6,18 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from dstrain import rng, systems
 from dstrain.caches.plan import planned
 from dstrain.data import shards
-from dstrain.data.batches import Batches
+from dstrain.data.batches import Batches, held_out
+from dstrain.data.crops import Crop
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents, is_encoded
+from dstrain.data.order import Order
 from dstrain.data.sources import completed, open_sources
 from dstrain.encode import EncodeOptions, encode
+from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.recipe import ConfigError, Data
-from tests.support import first_stage
+from tests.support import first_stage, towers
 from tests.support.pictures import break_file, folder
 
 
@@ -39,7 +43,7 @@ def options(path, vae, images, **changes):
 
 
 def content(path):
-    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name[0] != "."}
 
 
 def test_shards_hold_the_posterior(tmp_path, vae, images):
@@ -90,6 +94,32 @@ def test_the_same_command_again(tmp_path, vae, images):
     encode(options(out, vae, images))
     assert content(out) == before
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == kept
+
+
+def test_parts_make_the_whole(tmp_path, vae, images, capsys):
+    """Oracle: the bytes of one command, from parts in any order, in one folder and in two that are put together."""
+    encode(options(tmp_path / "whole", vae, images, shard_size=4))
+    whole, out = content(tmp_path / "whole"), tmp_path / "out"
+
+    def part(place, parts, out=out):
+        return encode(options(out, vae, images, shard_size=4, part=(place, parts)))
+
+    (tmp_path / "out").mkdir()
+    assert part(3, 3) is None and "these are not: 1/3, 2/3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="not encoded to the end"):
+        Latents(out)
+    (out / ".shard_00004.safetensors.tmp").write_bytes(b"another part writes it now")
+    assert part(1, 3) is None and (out / ".shard_00004.safetensors.tmp").exists()
+    assert sorted(path.name for path in out.glob("shard*")) == [shards.shard_name(k) for k in (0, 1, 5, 6, 7)]
+    part(2, 3, tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").glob("shard_*"):
+        shutil.copy(path, out)
+    damaged = out / shards.shard_name(3)
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    assert part(3, 3) is None and "these are not: 2/3" in capsys.readouterr().out
+    index = part(2, 3)
+    assert content(out) == whole and index["class_counts"] == Latents(out).class_counts().tolist() == [10, 10, 10]
+    assert part(40, 64)["encoding"] == index["encoding"], "a part of no shard may be the last one"
 
 
 def test_another_encoding_is_refused(tmp_path, vae, images):
@@ -229,6 +259,90 @@ def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
     whole, cut = Latents(tmp_path / "whole"), Latents(tmp_path / "cut")
     for i in range(30):
         assert all(torch.equal(a, b) for a, b in zip(list(whole[i].values())[:2], list(cut[i].values())[:2]))
+
+
+def test_several_captions_and_their_states(tmp_path, vae):
+    """Oracle: the text encoder by itself on the lines of each file; the caption that the sample's key draws."""
+    root, count = folder(tmp_path / "data", 2, 5), [1 + i % 3 for i in range(10)]
+    lines = [[f"a {towers.WORDS[1 + (i + k) % 3]} {towers.WORDS[4 + (i * k) % 3]}" for k in range(count[i])]
+             for i in range(10)]
+    for path, texts in zip(sorted(root.glob("*/*.png")), lines):
+        path.with_suffix(".txt").write_text("\n".join(texts))
+    towers.sentences(tmp_path / "text")
+    encoder = TextEncoder(str(tmp_path / "text"))
+    words = dict(text_encoder=str(tmp_path / "text"), shard_size=4, num_captions=3)
+    encode(options(tmp_path / "out", vae, root, **words))
+    plain = options(tmp_path / "plain", vae, root, shard_size=4)
+    encode(plain)
+    data = completed(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
+    assert data.codes.text == (encoder.max_length, encoder.encodings_dim)
+    source, images = open_sources(data)[0], Latents(plain.out)
+    assert source.captioned and "captions" in source.describe()
+    seen = set()
+    with Batches(source, global_batch=10, micro_batch=5, seed=2) as batches:
+        for step in range(12):
+            for batch in batches.at(step):
+                chance = rng.uniform(batch["key"], "variant", (2,))[:, 1].double()
+                index = Order(10, 2).index_at(step * 10 + batch["position"]).tolist()
+                chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
+                seen |= set(zip(index, chosen))
+                texts = [lines[i][k] for i, k in zip(index, chosen)]
+                assert captions_of(batch["caption"]) == texts
+                states = encoder.encode(texts)
+                torch.testing.assert_close(batch["text_encodings"], states["text_encodings"], rtol=1e-5, atol=1e-6)
+                assert torch.equal(batch["text_mask"], states["text_mask"])
+                same = images.take(torch.tensor(index), rng.uniform(batch["key"], "flip") < 0.5)
+                assert torch.equal(batch["latent_mean"], same["latent_mean"]) and batch["label"].tolist() == [
+                    i // 5 for i in index]
+    assert seen == {(i, k) for i in range(10) for k in range(count[i])}, "each caption is drawn at some step"
+    (first,) = held_out(source, 10)
+    assert captions_of(first["caption"]) == [texts[0] for texts in lines]
+    one = encode(options(tmp_path / "one", vae, root, num_captions=1))
+    assert one["encoding"]["text"] is None
+    assert captions_of(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) == [texts[0] for texts in lines]
+    with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
+        encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
+
+
+def test_several_crops(tmp_path, vae):
+    """Oracle: diffusers' posterior of the crops that data.crop's own function cuts by the numbers of each sample and
+    crop; the crop that the sample's key draws; the first one, held out. Parts and shards change no bit.
+    """
+    from diffusers import AutoencoderKL
+    root, network = folder(tmp_path / "data", 2, 4), AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False)
+    words = dict(crops=3, crop="random_resized")
+    encode(options(tmp_path / "out", vae, root, **words))
+    crop, expected = Crop("random_resized"), []
+    for i, path in enumerate(sorted(root.glob("*/*.png"))):
+        for j in range(3):
+            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.numbers + 1,))[0].tolist()
+            cut = np.asarray(crop(Image.open(path).convert("L"), 16, 16, numbers[:-1]).image, np.float32)
+            pixels = torch.from_numpy(cut)[None, None] / 127.5 - 1
+            expected.append([network.encode(x).latent_dist.mean[0] for x in (pixels, pixels.flip(-1))])
+    expected = torch.stack([torch.stack(sides) for sides in expected]).detach().view(8, 3, 2, 3, 4, 4)
+    assert not torch.allclose(expected[:, 0], expected[:, 1], atol=1e-2)
+    source, seen = Latents(tmp_path / "out"), set()
+    assert "3 crops each" in source.describe()
+    with Batches(source, global_batch=8, micro_batch=4, seed=2) as batches:
+        for step in range(14):
+            for batch in batches.at(step):
+                chosen = (rng.uniform(batch["key"], "variant", (2,))[:, 0].double() * 3).long()
+                index = Order(8, 2).index_at(step * 8 + batch["position"])
+                side = (rng.uniform(batch["key"], "flip") < 0.5).long()
+                torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side], rtol=1e-4, atol=1e-5)
+                seen |= set(zip(index.tolist(), chosen.tolist()))
+    assert seen == {(i, j) for i in range(8) for j in range(3)}, "each crop is drawn at some step"
+    (first,) = held_out(source, 8)
+    torch.testing.assert_close(first["latent_mean"], expected[:, 0, 0], rtol=1e-4, atol=1e-5)
+    for part in ((2, 2), (1, 2)):
+        encode(options(tmp_path / "parts", vae, root, shard_size=3, part=part, **words))
+    every, chance = torch.arange(8), torch.rand(8, 2)
+    assert all(torch.equal(*pair) for pair in zip(source.take(every, None, chance).values(), Latents(
+        tmp_path / "parts").take(every, None, chance).values()))
+    with pytest.raises(ConfigError, match="say how many of each image, such as --crops 4"):
+        encode(options(tmp_path / "none", vae, root, crop="dalle"))
+    with pytest.raises(ConfigError, match="crops None there, 3 here.*|crops 3 there, None here"):
+        encode(options(tmp_path / "out", vae, root))
 
 
 def test_training_from_latents_is_training_online(tmp_path, vae, images):

@@ -1,17 +1,21 @@
-"""What launch/encode.py is to do: its options, the images or videos, and their encoding, on which its bytes depend."""
+"""What launch/encode.py is to do: the images or videos, and their encoding, on which its bytes depend."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from dstrain.caches.options import EncodeOptions, Plan
+from dstrain.caches.takeover import taken_over
+from dstrain.data.crops import Crop
 from dstrain.data.images import open_images
 from dstrain.data.latents import is_encoded
+from dstrain.data.layouts.base import Request
+from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources import open_sources, request_of
 from dstrain.data.spread import Windows
-from dstrain.encoders.precision import Precision, require
+from dstrain.encoders.precision import require
 from dstrain.encoders.text import TextEncoder
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, Data, reworded
@@ -19,53 +23,28 @@ from dstrain.runs import first_stage
 from dstrain.runs.first_stage import FirstStage
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
-    """What to encode, and with what."""
-
-    out: Path                                  # folder of the shards
-    run: Path | None = None                    # of a system that encodes, or its export as safetensors; or
-    first_stage: str | None = None             # a diffusers AutoencoderKL: folder, or name on the hub
-    data: str | None = None                    # folder of images or videos, or builtin:...; None: the run's
-    split: str = "train"                       # train, held_out or all
-    held_out: float | None = None              # share of the folder that is held out; None: the run's
-    captions: str | None = None                # of videos: a captions file; None: the run's, for the run's data
-    clips: int | None = None                   # of videos: windows of each, evenly spaced; None: one
-    image_size: int | None = None              # pixels; None: the run's
-    batch: int = 32                            # samples of one call of the first stage
-    shard_size: int = 4096                     # samples
-    dtype: str = "float16"                     # of latents and texts on the disk: float16 or float32
-    flip: bool = True                          # encode the mirrored images, too; never videos: captions name directions
-    text_encoder: str | None = None            # of videos with captions: a folder, or name on the hub
-    max_text_len: int | None = None            # text tokens; None: what the encoder takes
-    ema: float | None = None                   # of a run: decay; None: its choice
-    raw: bool = False                          # of a run: the training weights instead of an average
-    step: int | None = None                    # of a run: checkpoint; None: the newest whole one
-    max_bad_fraction: float = 0.01             # of the samples, replaced where unreadable
-    precision: Precision = "fp32"              # of the first stage
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the options name, opened."""
-
-    stage: FirstStage
-    texts: TextEncoder | None                  # None: captions are not encoded
-    source: Source
-    encoding: dict[str, Any]                   # JSON, see data/shards.py
-
-
 def planned(options: EncodeOptions) -> Plan:
     """The same on all ranks. ConfigError: what is asked for cannot be."""
     require(options.precision)
+    if options.from_latents is not None:
+        return taken_over(options)
+    for name in ("latent_scale", "normalize"):
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --from-latents: leave it out")
     if options.run is not None:
         stage = first_stage.of_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
         stage = first_stage.of_diffusers(options.first_stage, options.image_size, options.precision)
-    for name in () if _of_videos(stage) else ("clips", "captions", "text_encoder", "max_text_len"):
+    if options.crops is None and options.crop != "random":
+        raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
+    if _of_videos(stage) and options.crops is not None:
+        raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
+    for name in () if _of_videos(stage) else ("clips", "captions"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is for videos, and {stage.name} encodes images: leave it "
-                              "out, or name a run that learned from videos")
+            raise ConfigError(f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
+                              "that learned from videos")
+    if _of_videos(stage) and options.num_captions is not None:
+        raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
     texts = _texts(options)
     return Plan(stage, texts, *_encoding(options, stage, texts))
 
@@ -102,13 +81,18 @@ def _encoding(options: EncodeOptions, stage: FirstStage, texts: TextEncoder | No
         "data": group.from_first(source.contents() if group.rank() == 0 else None)}
     if options.precision != "fp32":                      # of which earlier folders say nothing
         encoding["precision"] = options.precision
+    if options.crops is not None:
+        encoding |= {"crops": options.crops, "crop": options.crop}
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
+    text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
+                      "dtype": options.dtype}
     if _of_videos(stage):
-        text = texts and {"encoder": texts.fingerprint(), "shape": [texts.max_length, texts.encodings_dim],
-                          "dtype": options.dtype}
         encoding |= {"num_frames": stage.data.num_frames, "frame_stride": stage.data.frame_stride,
                      "height": stage.data.height or size, "captions": "caption" in first, "text": text}
+    elif "caption" in first:
+        encoding |= {"captions": True, "text": text,
+                     "num_captions": min(source.index.most_captions, options.num_captions or 1)}
     return source, encoding
 
 
@@ -130,12 +114,25 @@ def _source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     if is_encoded(path):
         raise ConfigError(f"--data {path} holds cached codes already: name a folder of images")
     with reworded(options={", and for evaluation data.held_out_path=": " or --data ", "data.path=": "--data ",
-                           "data.held_out": "--held-out", "data.captions=": "--captions "}):
+                           "data.held_out": "--held-out", "data.captions=": "--captions ", "data.crop=": "--crop "}):
         if _of_videos(stage):
             return _clips(options, run_data, path, share, held_out_path), size
-        own = options.data is None and run_data is not None
-        return open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
-                           held_out_path=held_out_path, request=request_of(run_data) if own else None), size
+        return _images(options, stage, path, size, share, held_out_path), size
+
+
+def _images(options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float,
+            held_out_path: str | None) -> Source:
+    own = options.data is None and stage.data is not None
+    captions = options.num_captions is not None or options.text_encoder is not None
+    request = replace(request_of(stage.data) if own else Request(SUFFIXES), captions=captions)
+    images = open_images(path, size, channels=stage.channels, split=options.split, held_out=share,
+                         held_out_path=held_out_path, request=request,
+                         crop=Crop() if options.crops is None else Crop(options.crop))
+    if captions and not images.captioned:
+        option = "--num-captions" if options.num_captions else "--text-encoder"
+        raise ConfigError(f"{option}: the images of {path} have no captions: write X.txt beside each X.png, or leave "
+                          "it out")
+    return images
 
 
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:

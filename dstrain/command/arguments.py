@@ -92,6 +92,14 @@ def share(text: str) -> float:
     return value
 
 
+def part(text: str) -> tuple[int, int]:
+    """The third of 16 parts as 3/16."""
+    place, slash, parts = text.partition("/")
+    if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/16, the third of 16")
+    return int(place), int(parts)
+
+
 def widths(text: str) -> tuple[float, ...]:
     """Relative widths of averages, as 0.05,0.10."""
     values = tuple(dict.fromkeys(scale(word.strip()) for word in text.split(",")))

@@ -220,14 +220,17 @@ class _Stream:
 
     def __getitem__(self, stream: range) -> dict:
         if self.source.expects:                   # what the next step takes: the disk reads it during this one
-            index, mirrored, *_ = self._drawn(range(stream.start + self.global_batch, stream.stop + self.global_batch))
-            self.source.expect(index, mirrored)
+            index, mirrored, key, *_ = self._drawn(range(stream.start + self.global_batch,
+                                                         stream.stop + self.global_batch))
+            self.source.expect(index, mirrored, self._chance(key))
         index, mirrored, key, positions, step = self._drawn(stream)
-        name, count = self.source.chance_name, self.source.chance_count
-        chance = rng.uniform(key, name, (count,) if count else ()) if name else None
-        batch, bad = self.source.read_batch(index, mirrored, chance)
+        batch, bad = self.source.read_batch(index, mirrored, self._chance(key))
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
+
+    def _chance(self, key: Tensor) -> Tensor | None:
+        name, count = self.source.chance_name, self.source.chance_count
+        return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Of each sample its index, whether it is mirrored, its key and its position (b,) in the step; and the step."""

@@ -154,11 +154,15 @@ class Images(Indexed):
             item["label"] = self.label(row)
             if self.captioned:
                 captions = self.index.captions(row)
-                caption = captions[int(choice * len(captions))]
-                if not caption:
+                text = captions[int(caption * len(captions))]
+                if not text:
                     raise ConfigError("its caption is empty, or cannot be read")
-                item["caption"] = packed(caption)
+                item["caption"] = packed(text)
         return item
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        """All captions of a sample."""
+        return self.index.captions(self.row(index))
 
     def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
         image = decoded(encoded(self.layout, place), self.channels, (width, height) if self.draft else None)

@@ -4,10 +4,13 @@ Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}
 Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `take` reads
 the codes of either.
 
-Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}; with captions "caption" uint8 (CAPTION_BYTES,); and
-with encoded captions "text_encodings" (L, E), as stored, and "text_mask" bool (L,). Videos are never mirrored.
+Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
+either has "caption" uint8 (CAPTION_BYTES,), too; with encoded captions "text_encodings" (L, E), as stored, and
+"text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; of held-out samples
+the first ones are read.
 
-Opening reads the index and the files' sizes alone; the samples are mapped into memory.
+Opening reads the index and the files' sizes alone; the samples are mapped into memory. What a rank or worker holds does
+not grow with the samples, but for the size of each shard and the counts of members.py.
 """
 
 import hashlib
@@ -22,14 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain import rng
+from dstrain.data.members import Members
 from dstrain.data.rows import CAPTION_BYTES
-from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index
+from dstrain.data.shards import Arrays, Layout, check, is_cache, mapped, read_ahead, read_index, shard_name
 from dstrain.data.source import Bad, Source
 from dstrain.recipe import ConfigError
 
 _MAPPED = 4096                # shards that a process keeps mapped: each map holds a descriptor
 _COUNTED = 1024               # shards whose labels are counted when a command starts; one takes some 0.1 ms
+_TEXTS = ("caption", "text_encodings", "text_mask")
 _VERIFIED = 4 << 30           # bytes whose hashes are compared before a run starts; takes some seconds
 _REMEDY = "give the command of launch/encode.py that wrote the folder once more: it makes what is missing or damaged"
 
@@ -55,34 +59,41 @@ class Latents(Source):
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
-        self.index = read_index(self.path)
-        self.encoding: dict[str, Any] = self.index["encoding"]
-        self.classes = tuple(self.index["classes"])
+        index = read_index(self.path)
+        self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
+        self.encoding: dict[str, Any] = index["encoding"]
+        self.classes = tuple(index["classes"])
         self.extras = _extras(self.encoding)                         # shapes of what an item has beside its codes
+        self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
+        if max(self.crops, self.num_captions) > 1:                   # a number for the crop, and one for the caption
+            self.chance_name, self.chance_count = "variant", 2
+        self.sizes = np.array([shard["size"] for shard in index["shards"]], np.int64)
+        self.hash = hashlib.blake2b("".join(shard["hash"] for shard in index["shards"]).encode(), digest_size=8)
+        self.hash, self.unreadable = self.hash.hexdigest(), len(index["bad_files"])
         # Where all files fit into half of the memory, the page cache keeps them, and workers only cost.
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.light = sum(shard["size"] for shard in self.index["shards"]) < memory // 2
-        for shard in self.index["shards"]:
-            path = self.path / shard["name"]
+        self.light = bool(self.sizes.sum() < memory // 2)
+        for number, size in enumerate(self.sizes.tolist()):
+            path = self.path / shard_name(number)
             if not path.exists():
                 raise ConfigError(f"{path} is missing; {_REMEDY}")
-            if path.stat().st_size != shard["size"]:
-                raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {shard['size']}; {_REMEDY}")
+            if path.stat().st_size != size:
+                raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_REMEDY}")
         self.members = None if self.split == "all" or not self.held_out else self._members()
         self.noun = (f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
-                     f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))})")
-        # shard -> codes (rows * flips, numbers), label (rows,) and extras (rows, ...), in the order of their last use
+                     f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
+                     f"{f', {self.crops} crops each' if self.crops > 1 else ''})")
+        # shard -> codes (rows * crops * flips, numbers), label (rows,) and extras, in the order of their last use
         self._open: dict[int, Arrays] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[int, Layout] = {}                        # of shards with so many rows
 
-    def _members(self) -> np.ndarray:
-        number = torch.arange(self.encoding["number"])
-        held = rng.uniform(rng.keys_of_seeds(number), "held_out") < self.held_out
-        members = torch.nonzero(held if self.split == "held_out" else ~held)[:, 0].numpy()
+    def _members(self) -> Members:
+        members = Members(self.encoding["number"], self.held_out, self.split)
         if not len(members):
-            raise ConfigError(f"data.held_out={self.held_out} leaves none of the {len(number)} samples of {self.path} "
-                              f"for the {self.split} split: choose another fraction or give data.held_out_path")
+            raise ConfigError(f"data.held_out={self.held_out} leaves none of the {members.number} samples of "
+                              f"{self.path} for the {self.split} split: choose another fraction or give "
+                              "data.held_out_path")
         return members
 
     def __len__(self) -> int:
@@ -94,16 +105,17 @@ class Latents(Source):
         batch = self.take(torch.tensor([index]))
         return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
-    def take(self, index: Tensor, mirrored: Tensor | None = None) -> dict[str, Tensor]:
+    def take(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> dict[str, Tensor]:
         """The samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
 
+        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones.
         ConfigError: some are mirrored, and the folder has no mirrored images.
         """
-        shards, rows, codes_rows = self._places(index, mirrored)
+        shards, rows, codes_rows = self._places(index, mirrored, chance)
         groups = np.searchsorted(np.unique(shards), shards) // _most_mapped()                # (b,)
         if groups.any():                                             # a large batch from more shards than may be mapped
-            parts = [self.take(index[groups == group], None if mirrored is None else mirrored[groups == group])
-                     for group in range(groups.max() + 1)]
+            parts = [self.take(*(None if values is None else values[groups == group]
+                                 for values in (index, mirrored, chance))) for group in range(groups.max() + 1)]
             places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
             return {name: torch.cat([part[name] for part in parts])[places] for name in parts[0]}
         opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
@@ -112,44 +124,65 @@ class Latents(Source):
             return torch.from_numpy(_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places))
 
         codes = gathered("codes", codes_rows).view(len(index), *_shape(self.encoding))
-        rest = {name: gathered(name, rows) for name in ("label", *self.extras)}
+        rest = {name: gathered(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
+        if self.captioned:
+            texts = self._text_rows(rows, chance, rest.pop("captions", None))
+            rest |= {name: gathered(name, texts) for name in self.extras if name in _TEXTS}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
-        return {"latent_mean": codes[:, 0], "latent_std": codes[:, 1], **rest}
+        std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
+        return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
-    def _places(self, index: Tensor, mirrored: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _places(self, index: Tensor, mirrored: Tensor | None,
+                chance: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each sample its shard, its row there, and the row of its codes. ConfigError as `take`."""
-        number = index.numpy() if self.members is None else self.members[index.numpy()]
+        number = index.numpy() if self.members is None else self.members.at(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
-        return shards, rows, rows * self.encoding["flips"] + flip
+        crop = 0 if chance is None else (chance[:, 0].double().numpy() * self.crops).astype(np.int64)
+        return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
-        """As of Source: codes and encoded captions. What is small is read when a shard is opened."""
-        shards, rows, codes_rows = self._places(index, mirrored)
+    def _text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
+        """The rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
+        if counts is None or chance is None:
+            return rows * self.num_captions
+        return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
+
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        """As of Source. Of several captions all are read, since their number must be read first."""
+        shards, rows, codes_rows = self._places(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
             arrays, here = self._shard(shard), shards == shard
             read_ahead(arrays["codes"], codes_rows[here])
-            if "text_encodings" in arrays:
-                read_ahead(arrays["text_encodings"], rows[here])
+            for name in ("label", *self.extras):
+                texts = self.num_captions if name in _TEXTS else 1
+                read_ahead(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
 
     def read_batch(self, index: Tensor, mirrored: Tensor | None = None,
                    chance: Tensor | None = None) -> tuple[dict[str, Tensor], Bad]:
-        self.expect(index, mirrored)                                 # the first batches, which nobody has expected
-        return self.take(index, mirrored), []
+        self.expect(index, mirrored, chance)                         # the first batches, which nobody has expected
+        return self.take(index, mirrored, chance), []
 
     def describe(self) -> str:
-        bad = len(self.index["bad_files"])
+        bad = self.unreadable
         return super().describe() + (f"; {bad:,} unreadable files were replaced when they were encoded" if bad else "")
 
     def class_counts(self) -> np.ndarray | None:
-        shards = range(len(self.index["shards"]))
-        if not self.classes or len(shards) > _COUNTED:
+        if not self.classes:
             return None
-        labels = np.concatenate([self._shard(number)["label"].copy() for number in shards])
-        return np.bincount(labels if self.members is None else labels[self.members], minlength=len(self.classes))
+        if self.members is None and "class_counts" in self.index:
+            return np.array(self.index["class_counts"], np.int64)
+        if len(self.sizes) > _COUNTED:
+            return None
+        counts = np.zeros(len(self.classes), np.int64)
+        for number in range(len(self.sizes)):
+            labels = self._shard(number)["label"]
+            first = number * self.encoding["shard_size"]
+            own = slice(None) if self.members is None else self.members.holds(np.arange(first, first + len(labels)))
+            counts += np.bincount(labels[own], minlength=len(counts))
+        return counts
 
     def _shard(self, number: int) -> Arrays:
         arrays = self._open.pop(number, None)
@@ -161,26 +194,25 @@ class Latents(Source):
         return arrays
 
     def _mapped(self, number: int) -> Arrays:
-        path = self.path / self.index["shards"][number]["name"]
-        arrays = mapped(path, self._layouts)
-        rows = min(self.encoding["shard_size"], self.encoding["number"] - number * self.encoding["shard_size"])
-        codes = "tokens" if self.encoding["kind"] == "tokens" else "moments"
-        shapes = {codes: (self.encoding["flips"], *_shape(self.encoding)), "label": (), **self.extras}
+        path, encoding = self.path / shard_name(number), self.encoding
+        rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
+        arrays = mapped(path, int(self.sizes[number]), self._layouts, rows)
+        codes = "tokens" if encoding["kind"] == "tokens" else "moments"
+        shapes = {codes: (self.crops * encoding["flips"], *_shape(encoding)), "label": (), **self.extras}
         for name, shape in shapes.items():
             stored = arrays[name].shape if name in arrays else None
             if stored != (rows, *shape):
                 raise ConfigError(f"{path} holds {name} {stored} instead of {(rows, *shape)}; {_REMEDY}")
-        for name in ("label", *self.extras):
-            if name != "text_encodings":
-                read_ahead(arrays[name][None], np.zeros(1, np.int64))
-        return arrays | {"codes": arrays[codes].reshape(rows * self.encoding["flips"], -1)}
+        if "num_captions" in encoding:
+            arrays |= {name: arrays[name].reshape(-1, *arrays[name].shape[2:]) for name in _TEXTS if name in arrays}
+        return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
     def verify(self) -> None:
         """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.
 
         ConfigError names the first that is damaged. launch/encode.py verifies all of them whenever it runs again.
         """
-        shards, left = self.index["shards"], _VERIFIED
+        shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
         if sum(shard["size"] for shard in shards) <= left:
             order.sort()
@@ -194,14 +226,12 @@ class Latents(Source):
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 
     def name(self, index: int) -> str:
-        number = index if self.members is None else int(self.members[index])
+        number = index if self.members is None else int(self.members.at(np.array([index]))[0])
         shard, row = divmod(number, self.encoding["shard_size"])
-        return f"{self.index['shards'][shard]['name']}[{row}]"
+        return f"{shard_name(shard)}[{row}]"
 
     def fingerprint(self) -> str:
-        hashes = "".join(shard["hash"] for shard in self.index["shards"])
-        return (f"codes {self.split} n={len(self)} classes={len(self.classes)} "
-                f"shards={hashlib.blake2b(hashes.encode(), digest_size=8).hexdigest()}")
+        return f"codes {self.split} n={len(self)} classes={len(self.classes)} shards={self.hash}"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}                 # a worker maps the files by itself
@@ -224,18 +254,20 @@ def _rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -
 
 
 def _extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a sample of videos has beside its codes: name -> shape."""
-    if "num_frames" not in encoding:
-        return {}
-    shapes: dict[str, tuple[int, ...]] = {"frames": ()}
-    if encoding["captions"]:
-        shapes["caption"] = (CAPTION_BYTES,)
-    if encoding["text"]:
+    """What a sample has in a shard beside its codes and label: name -> shape."""
+    shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
+    several = (encoding["num_captions"],) if "num_captions" in encoding else ()
+    if several:
+        shapes["captions"] = ()
+    if encoding.get("captions"):
+        shapes["caption"] = (*several, CAPTION_BYTES)
+    if encoding.get("text"):
         length, width = encoding["text"]["shape"]
-        shapes |= {"text_encodings": (length, width), "text_mask": (length,)}
+        shapes |= {"text_encodings": (*several, length, width), "text_mask": (*several, length)}
     return shapes
 
 
 def _shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of one image's codes."""
-    return (2, *encoding["shape"]) if encoding["kind"] == "latents" else tuple(encoding["shape"])
+    """The shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was encoded."""
+    moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
+    return (*moments, *encoding["shape"])

@@ -7,16 +7,19 @@
 A shard holds, for its n samples in the order of the data,
 
     moments   float16 or float32 (n, flips, 2, C, h, w)    latent mean and standard deviation, of the plain image and,
-                                                           with flips 2, of the mirrored one
+                                                           with flips 2, of the mirrored one; (n, flips, 1, C, h, w)
+                                                           where samples of the posterior were taken over from others
     tokens    int32 (n, flips, h, w)                       instead of moments, where the codes are discrete
     label     int64 (n,)                                   class
     source    int64 (n,)                                   index in the data; another one's where a file was unreadable
 
-For videos, tokens are int32 (n, 1, t, h, w), and there are also
+With several crops, one follows the other, each with its mirrored one: (n, crops * flips, ...). For videos, tokens are
+int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. Texts are
 
-    frames    int64 (n,)                                   how many of the clip's frames are real, padding follows
-    caption   uint8 (n, 512)                               UTF-8 filled up with zeros, where the data have captions
-    text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens
+    caption   uint8 (n, 512)                               UTF-8 filled up with zeros; for images (n, K, 512)
+    captions  int64 (n,)                                   for images: how many of the K captions are there
+    text_encodings float16 or float32 (n, L, E), text_mask bool (n, L)     the last states of a text encoder's tokens,
+                                                           for images (n, K, L, E) and (n, K, L)
 
 The header holds, as JSON under `shard`, sums for the statistics, the unreadable files, and a hash of the whole shard. A
 shard is thus a function of its content alone and proves by itself that it is whole. What is used together (mean and
@@ -29,6 +32,7 @@ import json
 import math
 import mmap
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,15 +69,38 @@ def pack(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """The `facts` that a shard was packed with and, as `hash`, its hash. ConfigError: its bytes are not whole."""
+    """The `facts` that a shard was packed with, its `hash`, and how often each of its `labels` occurs.
+
+    ConfigError: its bytes are not whole.
+    """
     try:
-        facts = json.loads(_header(io.BytesIO(data))["__metadata__"]["shard"])
-        whole = pack(load(data), {name: value for name, value in facts.items() if name != "hash"}) == data
+        facts, arrays = json.loads(_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
+        whole = pack(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
     if not whole:                                            # packed again: not even a byte of padding may differ
         raise ConfigError("has altered or missing bytes")
-    return facts
+    return facts | {"labels": _counted(arrays["label"])}
+
+
+def stated(path: Path) -> dict[str, Any] | None:
+    """As `facts_of`, of a file whose header and labels alone are read, so the hash is not proved; None: unreadable."""
+    try:
+        if not path.is_file():                               # a FIFO would wait for ever
+            return None
+        with open(path, "rb") as file:
+            header = _header(file)
+            begin, end = header["label"]["data_offsets"]
+            file.seek(begin, io.SEEK_CUR)
+            return json.loads(header["__metadata__"]["shard"]) | {
+                "labels": _counted(np.frombuffer(file.read(end - begin), np.int64))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _counted(labels: np.ndarray) -> list[tuple[int, int]]:
+    values, counts = np.unique(labels, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist()))
 
 
 def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -91,38 +118,38 @@ def check(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def encoding_of(path: Path) -> str | None:
     """The hash (`short`) of the encoding that a shard's header names; None: the header cannot be read."""
-    try:
-        if not path.is_file():
-            return None
-        with open(path, "rb") as file:
-            return json.loads(_header(file)["__metadata__"]["shard"])["encoding"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    return (stated(path) or {}).get("encoding")
 
 
 def record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """What an index, and the statistics in it, need to know of a shard."""
-    return {"name": path.name, "size": path.stat().st_size, **{key: facts[key] for key in ("hash", "sums", "bad")}}
+    return {"name": path.name, "size": path.stat().st_size,
+            **{key: facts[key] for key in ("hash", "sums", "bad", "labels")}}
 
 
-Layout = tuple[int, dict[str, tuple[slice, type, list[int]]]]      # where arrays begin; of each: bytes, dtype, shape
+Layout = dict[str, tuple[slice, type, list[int]]]      # of each array: bytes after the header, dtype, shape
 
 
-def mapped(path: Path, layouts: dict[str, Layout]) -> Arrays:
-    """The arrays of a shard, mapped into memory and read-only. `layouts` keeps the headers that were read, by name.
+def mapped(path: Path, size: int, layouts: dict[int, Layout], rows: int) -> Arrays:
+    """The arrays of a shard of `rows` samples and `size` bytes, mapped into memory and read-only.
 
+    Arrays stand at the end of a shard, and shards of a folder that have as many rows hold them alike. So `layouts`
+    keeps one header for each number of rows, and to map another shard reads nothing from the disk.
     ConfigError names a file that is no shard. NotRead: the storage fails.
     """
     def content() -> np.ndarray:
         with open(path, "rb") as file:
-            if path.name not in layouts:
-                layouts[path.name] = _layout(file)
+            if rows not in layouts:
+                layouts[rows] = _layout(file)
             # Not np.memmap, whose indexing runs Python code for each row.
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
         whole = with_retries(content)
-        begin, entries = layouts[path.name]
+        entries = layouts[rows]
+        begin = size - max(place.stop for place, _, _ in entries.values())
+        if len(whole) != size or begin < 0:
+            raise ValueError
         return {name: whole[begin + place.start:begin + place.stop].view(dtype).reshape(shape)
                 for name, (place, dtype, shape) in entries.items()}
     except FileNotFoundError:
@@ -150,8 +177,8 @@ def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
 def _layout(file: BinaryIO) -> Layout:
     header = _header(file)
     header.pop("__metadata__", None)
-    return file.tell(), {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
-                         for name, entry in header.items()}
+    return {name: (slice(*entry["data_offsets"]), _DTYPES[entry["dtype"]], entry["shape"])
+            for name, entry in header.items()}
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:
@@ -170,9 +197,10 @@ def sums(codes: np.ndarray) -> dict[str, Any]:
     """Of one shard: the sums of the latents' means and of their second moments by channel, or the largest token id."""
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
-    mean, std = codes[:, :, 0].astype(np.float64), codes[:, :, 1].astype(np.float64)              # (n, flips, C, h, w)
+    mean = codes[:, :, 0].astype(np.float64)                                                      # (n, flips, C, h, w)
+    variance = codes[:, :, 1].astype(np.float64) ** 2 if codes.shape[2] == 2 else 0.0
     rest = (0, 1, 3, 4)
-    return {"first": mean.sum(rest).tolist(), "second": (mean ** 2 + std ** 2).sum(rest).tolist()}
+    return {"first": mean.sum(rest).tolist(), "second": (mean ** 2 + variance).sum(rest).tolist()}
 
 
 def statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
@@ -201,15 +229,21 @@ def short(encoding: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def body_of(encoding: dict[str, Any], classes: list[str], records: list[dict[str, Any]],
+def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]],
             versions: dict[str, str]) -> dict[str, Any]:
-    """The body of an index, from the records of all shards in order."""
+    """The body of an index, from the records of all shards in order. classes: None, where labels are numbers alone."""
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
         summary = {"largest": max(shard["largest"] for shard in summed)}
     else:
         summary = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
+    counts = Counter()
+    for record in records:
+        counts.update(dict(record["labels"]))
+    if classes is None:
+        classes = [str(label) for label in range(max(counts) + 1)]
     return {"format": FORMAT, "encoding": encoding, "classes": classes, "statistics": summary, "versions": versions,
+            "class_counts": [counts[label] for label in range(len(classes))],
             "shards": [{key: record[key] for key in ("name", "size", "hash")} for record in records],
             "bad_files": sorted({tuple(entry) for record in records for entry in record["bad"]})}
 

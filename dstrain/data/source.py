@@ -150,7 +150,7 @@ class Source(ABC):
         """The first sample that can be read. ConfigError: none of the first 1000 can."""
         return read_items(self, [0])[0][0]
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         """Samples that are read soon, as of `read_batch`. Does not wait for them."""
 
     def read_batch(self, index: Tensor, mirrored: Tensor | None = None,

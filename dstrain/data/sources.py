@@ -63,8 +63,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data),
-                  sizes=data.size_conditions)
+                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return _in_buckets(data, train), _in_buckets(data, open_images(data.path, data.image_size, split="held_out",

@@ -30,7 +30,8 @@ class FirstStage:
     name: str                                  # for messages
     fingerprint: str
     channels: int                              # of its images
-    codes: Callable[[Batch], np.ndarray]       # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
+    codes: Callable[[Batch], np.ndarray] | None = None     # None: it is not at hand, and others have cached its codes;
+                                               # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
                                                # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
                                                # token ids (B, h, w) or (B, t, h, w)
     codebook_size: int | None = None           # of token ids
@@ -110,17 +111,34 @@ class Encoder:
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
-        full = {name: values[rows].to(group.device()) for name, values in batch.items()}
-        codes = [self.stage.codes(full)]
-        if encoding["flips"] == 2:
-            codes.append(self.stage.codes({"image": full["image"].flip(-1)}))
         tokens = encoding["kind"] == "tokens"
-        arrays = {"tokens" if tokens else "moments": np.stack(codes, axis=1)}
+        codes = self._codes({name: values[rows] for name, values in batch.items()})
+        arrays = {"tokens" if tokens else "moments": codes}
         if self.texts is not None:
-            texts = self.texts.encode(captions_of(batch["caption"][rows]))
-            arrays |= {name: texts[name].cpu().numpy() for name in ("text_encodings", "text_mask")}
+            arrays |= self._texts(batch["caption"][rows])
         arrays = {name: self._stored(name, array[:count]) for name, array in arrays.items()}
-        return arrays | {name: values.numpy() for name, values in batch.items() if name not in ("image", "video")}
+        inputs = ("image", "video", "codes")
+        return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
+
+    def _codes(self, batch: Batch) -> np.ndarray:
+        """(b, crops * flips, ...) of a full batch; with crops, its images are (b, crops, C, H, W)."""
+        if "codes" in batch:
+            return batch["codes"].numpy()
+        on_device = {name: values.to(group.device()) for name, values in batch.items()}
+        views = [on_device]
+        if "crops" in self.encoding:
+            views = [{"image": crop} for crop in on_device["image"].unbind(1)]
+        if self.encoding["flips"] == 2:
+            views = [side for view in views for side in (view, {"image": view["image"].flip(-1)})]
+        return np.stack([self.stage.codes(view) for view in views], axis=1)
+
+    def _texts(self, captions: Tensor) -> dict[str, np.ndarray]:
+        """Of captions uint8 (b, bytes), or of several each (b, K, bytes), by calls of b captions."""
+        several = captions if captions.ndim == 3 else captions[:, None]
+        encoded = [self.texts.encode(captions_of(several[:, k])) for k in range(several.shape[1])]
+        arrays = {name: np.stack([texts[name].cpu().numpy() for texts in encoded], axis=1)
+                  for name in ("text_encodings", "text_mask")}
+        return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _stored(self, name: str, array: np.ndarray) -> np.ndarray:
         """An array in the dtype that shards hold it in."""

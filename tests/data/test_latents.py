@@ -124,26 +124,36 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
 
 
 def test_more_shards_than_a_process_may_open(tmp_path):
-    """Oracle: the codes that were written, in batches over 300 shards, by a process that may open 64 files."""
+    """Oracle: the codes that were written, in batches over 300 shards, by a process that may open 64 files; and what
+    the size of each shard takes.
+    """
     codes = write(tmp_path / "x", number=300, size=1, flips=1)
     np.save(tmp_path / "codes.npy", codes)
     done = subprocess.run([sys.executable, "-c", FEW_FILES, tmp_path / "x", tmp_path / "codes.npy"], text=True,
                           capture_output=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3 classes of 100\n"
+    write(tmp_path / "few", number=10, size=1, flips=1)
+    few, many = Latents(tmp_path / "few", "train", 0.1), Latents(tmp_path / "x", "train", 0.1)
+    for source in (few, many):
+        source.read_batch(torch.arange(len(source)))
+    assert len(pickle.dumps(many)) - len(pickle.dumps(few)) < 290 * 10, "a worker gets 8 bytes a shard, and no list"
 
 
 def test_a_share_is_held_out(tmp_path):
     """Oracle: the two splits part the whole; a share by the hash, near the fraction, the same at every opening."""
     codes = write(tmp_path / "x", number=1000, size=300)
     train, unseen = (Latents(tmp_path / "x", split, 0.2) for split in ("train", "held_out"))
-    assert sorted([*train.members, *unseen.members]) == list(range(1000)) and 150 < len(unseen) < 250
-    assert np.array_equal(unseen.members, Latents(tmp_path / "x", "held_out", 0.2).members)
-    assert np.array_equal(unseen[7]["latent_mean"], codes[unseen.members[7], 0, 0])
+    members, others = (view.members.at(np.arange(len(view))) for view in (unseen, train))
+    held = rng.uniform(rng.keys_of_seeds(torch.arange(1000)), "held_out") < 0.2
+    assert members.tolist() == held.nonzero()[:, 0].tolist() and others.tolist() == (~held).nonzero()[:, 0].tolist()
+    assert 150 < len(unseen) < 250 and np.array_equal(unseen[7]["latent_mean"], codes[members[7], 0, 0])
+    assert train.class_counts().tolist() == np.bincount(others % 3).tolist()
+    assert unseen.name(7).endswith(f"[{members[7] % 300}]")
     assert train.fingerprint() != unseen.fingerprint() != Latents(tmp_path / "x").fingerprint()
     seen = list(held_out(unseen, 64))
     rows = torch.cat([batch["latent_mean"][batch["valid"]] for batch in seen])
-    assert np.array_equal(rows, codes[unseen.members, 0, 0]), "held-out samples are never mirrored"
+    assert np.array_equal(rows, codes[members, 0, 0]), "held-out samples are never mirrored"
     with pytest.raises(ValueError, match="leaves none of the 1000"):
         Latents(tmp_path / "x", "held_out", 1e-9)
 
@@ -413,13 +423,13 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
     run has begun or gone on; and naming them changes no batch.
     """
     class Observed(Latents):
-        def expect(self, index, mirrored=None):
+        def expect(self, index, mirrored=None, chance=None):
             seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
-            super().expect(index, mirrored)
+            super().expect(index, mirrored, chance)
 
-        def take(self, index, mirrored=None):
+        def take(self, index, mirrored=None, chance=None):
             seen.append(("taken", *zip(index.tolist(), mirrored.tolist())))
-            return super().take(index, mirrored)
+            return super().take(index, mirrored, chance)
 
     write(tmp_path / "cache")
     settings = dict(global_batch=8, micro_batch=2, seed=3, rank=1, world=2, num_workers=0, flip=True, steps=9)

@@ -49,7 +49,7 @@ def encoding(root, out, *words, num, launcher=False):
 
 
 def content(path):
-    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name != ".lock"}
+    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir()) if entry.name[0] != "."}
 
 
 def test_the_same_bytes_on_two_ranks(made, tmp_path):
@@ -73,6 +73,21 @@ def test_killed_in_the_middle(made, tmp_path, num, then):
     finish(encoding(made, out, num=then))
     assert content(out) == content(made / "one")
     assert {path: path.stat().st_mtime_ns for path in modified} == modified, "whole shards are made once"
+
+
+def test_a_part_is_killed(made, tmp_path):
+    """Oracle: the bytes of one process, from three parts at the same time, of which one is killed and begun anew."""
+    out = tmp_path / "out"
+    parts = [begin(encoding(made, out, "--part", f"{k}/3", num=1), tmp_path / f"log{k}") for k in (1, 2, 3)]
+    wait_for(out / "shard_00005.safetensors", parts[1], tmp_path / "log2")
+    os.killpg(parts[1].pid, signal.SIGKILL)
+    for process in parts:
+        process.wait()
+    assert [process.returncode for process in (parts[0], parts[2])] == [0, 0]
+    assert not (out / "index.json").exists(), "killed too late to show anything"
+    assert any("these are not: 2/3" in (tmp_path / f"log{k}").read_text() for k in (1, 3))
+    assert "240 samples" in finish(encoding(made, out, "--part", "2/3", num=1))
+    assert content(out) == content(made / "one")
 
 
 def test_wrong_words(made, tmp_path):
