@@ -1,4 +1,4 @@
-"""PART-index.safetensors: where every fragment of a part lies, for a rank that reads few of them.
+"""index-PART.safetensors: where every fragment of a part lies, for a rank that reads few of them.
 
     fragments    int64 (5, N): key, first element, number of elements, rank of the shard, byte in the shard; by key and
                  first element. A key is the first 8 bytes of blake2b of "kind/name".
@@ -27,7 +27,7 @@ _TENSOR = "fragments"
 
 
 def index_name(part: str) -> str:
-    return f"{part}-index.safetensors"
+    return f"index-{part}.safetensors"
 
 
 class Rows(NamedTuple):
