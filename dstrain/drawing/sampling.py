@@ -71,7 +71,7 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
     """As `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own samples."""
     rounds = [group.rows_to_first(images, shares(len(request.seeds), number, chunk))
               for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))]
-    return torch.cat(rounds) if group.rank() == 0 else None
+    return None if rounds[0] is None else torch.cat(rounds)
 
 
 def shares(total: int, round: int, chunk: int) -> list[int]:
@@ -92,7 +92,7 @@ def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> di
         with resting(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(group.rows_to_first(images, shares(total, round, chunk)))
-    return {name: torch.cat(rounds) if group.rank() == 0 else None for name, rounds in pictures.items()}
+    return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
 def class_columns(request: Request, most: int = 20) -> int | None:
