@@ -136,7 +136,8 @@ def test_a_file_of_dits_train_py(tmp_path, layout):
     content = {"train.py": {"model": other, "ema": state, "opt": moments,
                             "args": argparse.Namespace(data_path="/data", model="DiT-XL/2", epochs=1400)},
                "no ema": {"model": state, "args": argparse.Namespace(model="DiT-XL/2")}, "bare": state,
-               "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}.get(layout, state)
+               "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}
+    content = content.get(layout, state)
     legacy = layout == "of torch < 1.6"
     torch.save(content, tmp_path / "0400000.pt", _use_new_zipfile_serialization=not legacy)
     (values, notes), = fitted(tmp_path / "0400000.pt", dit()).values()
