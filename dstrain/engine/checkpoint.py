@@ -1,6 +1,7 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
     PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, moments, ema.DECAY or ema.WIDTH
+    index-PART.safetensors             where every fragment lies (fragment_index.py)
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are

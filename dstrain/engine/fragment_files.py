@@ -3,6 +3,7 @@
     PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
                                        the metadata's entry "fragments" maps these keys to [shape, start, numel];
                                        float32, or in snapshots of averages (averages.py) bfloat16, one type in a part
+    index-PART.safetensors             where all fragments lie, see fragment_index.py; earlier versions wrote none
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 
 fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
