@@ -191,7 +191,7 @@ class Checkpoints:
                                            save_latest=False)
         names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
-        self._rows = {part: rows(entries[part], hashes[name]["size"]) for part, name in names.items()}
+        self._rows = {part: rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
             contents.write_common(folder, common)
         return hashes

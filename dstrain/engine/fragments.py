@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dstrain.engine.fragment_files import SHARD, Fragment, Index, Places, shard_name
 from dstrain.engine.fragment_index import FragmentIndex, index_name
-from dstrain.engine.manifest import THREADS, Digest
+from dstrain.engine.manifest import THREADS, Digest, manifest
 from dstrain.engine.streams import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
@@ -114,8 +114,12 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """The shards of a part, by their index; earlier versions wrote none."""
-    return IndexedShards(folder, part) if (folder / index_name(part)).is_file() else Shards(folder, part)
+    """The shards of a part: by their index where it is of these very shards, else by their headers."""
+    if (folder / index_name(part)).is_file():                # earlier versions wrote none
+        indexed = IndexedShards(folder, part)
+        if indexed.holds_for(manifest(folder)["files"]):
+            return indexed
+    return Shards(folder, part)
 
 
 def _all_shards(folder: Path, part: str) -> list[str]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dstrain.disk.sealed import render
 from dstrain.engine import streams
 from dstrain.engine.fragment_index import FragmentIndex, Rows, index_name, rows, write_index
 from dstrain.engine.fragments import Fragment, IndexedShards, Shards, open_shards, shard_name, write_shard
-from dstrain.engine.manifest import hash_files
+from dstrain.engine.manifest import NAME, hash_files
 from dstrain.engine.stored import StoredWeight, elements, stored_weights
 from dstrain.recipe import ConfigError
 
@@ -37,10 +38,15 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
     own = []
     for rank, entries in enumerate(by_rank):
         entries.sort(key=lambda entry: kinds.index(entry[0]) if entry[0] in kinds else len(kinds))
-        nbytes = write_shard(folder / shard_name("net", rank, world), entries, {"part": "net"})["size"]
-        own.append(rows(entries, nbytes))
+        own.append(rows(entries, write_shard(folder / shard_name("net", rank, world), entries, {"part": "net"})))
     assert {index_name("net"): write_index(folder, "net", own, SHAPES)} == hash_files(folder, [index_name("net")])
+    seal(folder)
     return truth
+
+
+def seal(folder) -> None:
+    body = {"files": hash_files(folder, [path.name for path in folder.glob("*.safetensors")]), "step": 1, "world": 1}
+    (folder / NAME).write_bytes(render(body))
 
 
 @pytest.mark.parametrize("world", (1, 2, 5))
@@ -62,6 +68,11 @@ def test_every_run_of_elements(tmp_path, world):
             index.read(kind, name)
     with pytest.raises(ConfigError, match="elements 3 .. 65 of c are outside of shape"):
         index.spans("master", "c", 3, 65)
+    shard = tmp_path / shard_name("net", world - 1, world)
+    write_shard(shard, [("master", Fragment("z", (2,), 0, 2), torch.ones(2))])          # somebody's own shard, sealed
+    seal(tmp_path)
+    other = open_shards(tmp_path, "net")
+    assert type(other) is Shards and other.read("master", "z").tolist() == [1.0, 1.0]
     (tmp_path / index_name("net")).unlink()                 # as earlier versions have written checkpoints
     assert type(open_shards(tmp_path, "net")) is Shards
 
@@ -84,7 +95,7 @@ def test_gaps_and_nothing(tmp_path):
             shards.spans("master", "c")
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64))], {})
+    write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
     nothing = FragmentIndex(tmp_path, "none")
     assert nothing.kinds() == nothing.names("master") == [] and not nothing.has("master", "a")
 
@@ -109,7 +120,8 @@ def test_files_that_are_none(tmp_path):
     raw = path.read_bytes()
     length, = struct.unpack("<Q", raw[:8])
     for bad in (b"", raw[:-1], raw.replace(b'"I64"', b'"F64"'), raw.replace(b'"kinds"', b'"kynds"'),
-                raw.replace(b'"shards":"1"', b'"shards":"x"'), raw.replace(b'"fragments"', b'"fragmentz"'),
+                raw.replace(b'"shards":"1"', b'"shards":"x"'),
+                raw.replace(b'"seal"', b'"seel"'), raw.replace(b'"fragments"', b'"fragmentz"'),
                 raw[:8] + b"[" * length + raw[8 + length:]):
         path.write_bytes(bad)
         with pytest.raises(ConfigError, match="is no index of fragments"):
