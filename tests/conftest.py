@@ -10,11 +10,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
-LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_encode.py", "faults/test_kills.py",
-           "launch/test_resume.py", "launch/test_keep.py", "engine/test_rollback.py", "launch/test_machines.py",
-           "launch/test_prior.py", "launch/test_moved.py", "launch/test_phenaki.py", "ranks/test_watchdog.py",
-           "launch/test_modes.py", "launch/test_data_ends.py", "test_bench.py", "engine/test_phenaki.py",
-           "engine/test_turns.py")
+LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.py", "launch/test_resume.py",
+           "launch/test_machines.py", "engine/test_rollback.py", "launch/test_encode.py", "costs/test_costs.py",
+           "ranks/test_watchdog.py", "launch/test_phenaki.py", "launch/test_moved.py", "test_export.py",
+           "launch/test_prior.py", "faults/test_kills.py", "costs/test_advice.py", "launch/test_gpu.py",
+           "engine/test_phenaki.py", "engine/test_averages.py", "engine/test_turns.py", "engine/test_optimizers.py",
+           "engine/test_blocks.py", "newcomer/test_newcomer.py", "launch/test_modes.py", "launch/test_data_ends.py",
+           "ranks/test_presence.py", "runs/test_hosts.py", "caches/test_embeddings.py", "test_bench.py")
 
 
 def pytest_xdist_auto_num_workers(config):

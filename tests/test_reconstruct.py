@@ -23,8 +23,9 @@ from dstrain.disk.sealed import render
 from dstrain.evaluate import EvaluateOptions, evaluate
 from dstrain.export import ExportOptions, export
 from dstrain.generate import GenerateOptions, generate
+from dstrain.engine.combine import identity
 from dstrain.quality import QualityOptions, quality
-from dstrain.reconstruct import USUAL, ReconstructOptions, reconstruct
+from dstrain.reconstruct import USUAL, ReconstructOptions, reconstruct, usable
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fitted
@@ -127,6 +128,12 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
                dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items())
     with pytest.raises(ConfigError, match="holds no average of denoiser of that decay; it holds ema:0.9, and raw"):
         consolidate(Order(folder, tmp_path / "x", "ema:0.2"))
+
+
+def test_the_identity_of_snapshots(made):
+    """Oracle: by hand: the same for the same snapshots, another for fewer of them."""
+    snapshots = usable(made[0], None)
+    assert identity(snapshots) == identity(usable(made[0], None)) != identity(snapshots[:-1])
 
 
 def test_two_parts(tmp_path):

@@ -154,7 +154,7 @@ class Images(Indexed):
             item["label"] = self.label(row)
             if self.captioned:
                 captions = self.index.captions(row)
-                text = captions[int(caption * len(captions))]
+                text = captions[int(choice * len(captions))]
                 if not text:
                     raise ConfigError("its caption is empty, or cannot be read")
                 item["caption"] = packed(text)

@@ -7,15 +7,15 @@ from torch import Tensor
 from dstrain.data.batches import held_out
 from dstrain.data.source import Source
 from dstrain.drawing.requests import make_request
-from dstrain.drawing.sampling import class_columns, draw_all, picture_all
+from dstrain.drawing.sampling import class_columns, draw_on_first, picture_on_first
 from dstrain.ranks import group
 from dstrain.recipe import Run
 from dstrain.systems.base import Nets, System
 
 
 def grids(run: Run, system: System, nets: Nets, source: Source,
-          micro: int) -> Iterator[tuple[Tensor, str, int | None, list[str] | None]]:
-    """Images uint8 (N, ...) on the CPU of all ranks, their name, the grid's columns and captions, of each grid.
+          micro: int) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
+    """Images uint8 (N, ...) on the host of rank 0, None on the others; their name, the grid's columns and captions.
 
     `source` is what a system begins from that begins from data. At most `micro` samples of a rank in one call.
     """
@@ -30,9 +30,9 @@ def grids(run: Run, system: System, nets: Nets, source: Source,
         if data:
             own = {name: data[name] for name in request.conditions}
             request.conditions.update(system.conditions_from(data["image"]) | own)
-        images = draw_all(system, nets, request, chunk)
+        images = draw_on_first(system, nets, request, chunk)
         columns = class_columns(request)
         yield images, "samples", columns, captions
     if data:
-        for name, images in picture_all(system, nets, data, chunk).items():
+        for name, images in picture_on_first(system, nets, data, chunk).items():
             yield images, name, columns, None

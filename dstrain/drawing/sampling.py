@@ -67,18 +67,32 @@ def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: t
     return torch.cat([images for _, images in draw(system, nets, request, chunk, device)])
 
 
+def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
+    """As `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own samples."""
+    rounds = [group.rows_to_first(images, shares(len(request.seeds), number, chunk))
+              for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))]
+    return None if rounds[0] is None else torch.cat(rounds)
+
+
+def shares(total: int, round: int, chunk: int) -> list[int]:
+    """How many of a round's samples are each rank's; what its chunk holds beyond repeats others."""
+    first = round * chunk * group.world()
+    return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
+
+
 @torch.no_grad()
-def picture_all(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor]:
-    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the CPU of all ranks."""
-    pictures: dict[str, list[Tensor]] = {}
+def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+    """The system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None elsewhere.
+    """
+    pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
-    for begin in range(0, total, chunk * world):
+    for round, begin in enumerate(range(0, total, chunk * world)):
         index = (begin + group.rank() * chunk + torch.arange(chunk)) % total
         rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
         with resting(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
-                pictures.setdefault(name, []).append(group.gather(images).cpu())
-    return {name: torch.cat(images)[:total] for name, images in pictures.items()}
+                pictures.setdefault(name, []).append(group.rows_to_first(images, shares(total, round, chunk)))
+    return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
 def class_columns(request: Request, most: int = 20) -> int | None:

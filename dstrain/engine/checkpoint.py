@@ -1,6 +1,7 @@
 """Checkpoints of a run: named fragments from every rank, and what is equal on all ranks once.
 
     PART-RRRRR-of-WWWWW.safetensors    fragments that rank R owned: master, moments, ema.DECAY or ema.WIDTH
+    index-PART.safetensors             where every fragment lies (fragment_index.py)
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME; counters as JSON
     deepspeed/PART/                    with save.format deepspeed: DeepSpeed's own files instead of master and moments,
                                        for its tools; they resume at the same stage and number of ranks only, and are
@@ -26,13 +27,15 @@ from dstrain.engine.course import Course, State
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragment_files import COMMON, shard_name
-from dstrain.engine.fragments import Shards, write_shard
+from dstrain.engine.fragment_index import rows, write_indices
+from dstrain.engine.fragments import open_shards, write_shard
 from dstrain.engine.manifest import manifest
 from dstrain.engine.masters import errors_at_the_end, universal_info
 from dstrain.engine.nonfinite import advice, check_weights
 from dstrain.engine.optimizers import CODES, from_floats
 from dstrain.engine.saver import Entries, Saver
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Hashes, Store
+from dstrain.engine.stored import stored_weights
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, NotRead, Save
@@ -53,7 +56,7 @@ class Checkpoints:
                  report: Callable[[str], None] = print, saved: Callable[[int], None] = lambda step: None,
                  course: Course | None = None, trust_pickle: bool = False):
         metric = save.best if isinstance(save.best, str) else "loss"
-        self.store = Store(folder, save.keep, save.keep_every, contents.check, metric)
+        self.store = Store(folder, save.keep, save.keep_every, contents.check, metric, self._write_indices)
         self.course = course or Course()
         self._native = save.format == "deepspeed"             # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
@@ -188,9 +191,13 @@ class Checkpoints:
                                            save_latest=False)
         names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
+        self._rows = {part: rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
             contents.write_common(folder, common)
         return hashes
+
+    def _write_indices(self, folder: Path) -> Hashes:
+        return write_indices(folder, self._rows, self._engines.shapes)
 
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
@@ -227,7 +234,7 @@ class Checkpoints:
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
-            self._system.load_state_dict(_within(common, "system/"))
+            self._system.load_state_dict(contents.within(common, "system/"))
         except ConfigError as error:               # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
@@ -235,13 +242,13 @@ class Checkpoints:
     def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
         anew = False
-        with Shards(path, part) as shards:
+        with open_shards(path, part) as shards:
             if native := (path / "deepspeed").is_dir():           # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
             else:
                 saved = {name: shards.shape(name) for name in shards.names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
-                _require_same_shapes(path, part, saved, expected)
+                contents.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 if anew := held != set(masters.kinds):     # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
@@ -263,12 +270,13 @@ class Checkpoints:
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
             for kind, name, codes in masters.codes():
-                if not anew and name in shards.names(kind):
+                if not anew and shards.has(kind, name):
                     from_floats(codes, shards.read(kind, name))
-        buffers = _within(common, f"buffer/{part}/")
+        buffers = contents.within(common, f"buffer/{part}/")
         for name, buffer in _buffers(engine.module):
             if name in buffers:
-                _require_same_shapes(path, part, {name: tuple(buffers[name].shape)}, {name: tuple(buffer.shape)})
+                saved = {name: tuple(buffers[name].shape)}
+                contents.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         if not self._ema.take_up(part, counters.get("averages"), step := manifest(path)["step"]) and group.rank() == 0:
             self.saver.report(f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
@@ -289,29 +297,26 @@ class Checkpoints:
             raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
 
 
-def read_weights(path: Path, part: str, kind: str = "master") -> dict[str, Tensor]:
+def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
     """Full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one process.
 
-    `kind` is master or ema.DECAY. ConfigError: no such part or kind.
+    `kind` is master or ema.DECAY. Not `at_once`: weights are read where they are used, by slices (stored.py).
+    ConfigError: no such part or kind.
     """
-    with Shards(path, part) as shards:
+    with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
             raise ConfigError(f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with `python "
                               f"launch/consolidate.py {path} --weights raw --trust-pickle --out DIR`, or take an EMA")
         if kind not in shards.kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
-        weights = {name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
-    return weights | _within(load_file(path / COMMON), f"buffer/{part}/")
+        weights = stored_weights(shards, kind) if not at_once else {
+            name: shards.read(kind, name).reshape(shards.shape(name)) for name in shards.names(kind)}
+    return weights | contents.within(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def ema_decays(path: Path, part: str) -> list[float]:
     """Decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
-    with Shards(path, part) as shards:
-        return shards.decays()
-
-
-def _within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return open_shards(path, part).decays()
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -319,11 +324,3 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     transient = {f"{prefix}.{name}" if prefix else name for prefix, child in module.named_modules()
                  for name in child._non_persistent_buffers_set}
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
-
-
-def _require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
-    for name in [*expected, *saved]:
-        if saved.get(name) != expected.get(name):
-            raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
-                              f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
-                              "with --from-scratch")

@@ -75,3 +75,15 @@ def check(path: Path) -> None:
     present = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
     if unlisted := sorted((required | present) - body["files"].keys()):
         raise ConfigError(f"{unlisted[0]} is not in {NAME}")
+
+
+def within(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    for name in [*expected, *saved]:
+        if saved.get(name) != expected.get(name):
+            raise ConfigError(f"{path} does not fit this {part}: {name} is {saved.get(name, 'absent')} there and "
+                              f"{expected.get(name, 'absent')} here; set the model section as it was, or begin anew "
+                              "with --from-scratch")

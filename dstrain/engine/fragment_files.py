@@ -3,6 +3,7 @@
     PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
                                        the metadata's entry "fragments" maps these keys to [shape, start, numel];
                                        float32, or in snapshots of averages (averages.py) bfloat16, one type in a part
+    index-PART.safetensors             where all fragments lie, see fragment_index.py; earlier versions wrote none
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 
 fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
@@ -47,36 +48,37 @@ def damaged(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
-class Index:
-    """Where the elements of one part's tensors lie, in all its shards together.
+class Places:
+    """Where the elements of one part's tensors lie: what `Index` takes from headers, and a mapped file holds, too."""
 
-    ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
-    """
-
-    def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
+    def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
-        self.metadata: dict[str, str] = {}                                     # of the first shard
         self.dtype = ""                                                        # of all tensors: F32 or BF16
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
-        for name in names:
-            self._add(folder / name)
-        for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
-            pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
 
     def kinds(self) -> list[str]:
-        return list(self.pieces)
+        raise NotImplementedError
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
-        return list(self.pieces.get(kind, ()))
+        raise NotImplementedError
+
+    def has(self, kind: str, name: str) -> bool:
+        raise NotImplementedError
+
+    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        """(first element, bytes) of fragments by their first element, of at least those that overlap start .. end."""
+        raise NotImplementedError
 
     def decays(self) -> list[float]:
         """Decays of the averages, in the order of the recipe."""
-        return [float(kind.removeprefix("ema.")) for kind in self.pieces if kind.startswith("ema.")]
+        return [float(kind.removeprefix("ema.")) for kind in self.kinds() if kind.startswith("ema.")]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        self._require(name, self._shapes)
+        if name not in self._shapes:
+            raise self._unknown(name, self._shapes)
         return self._shapes[name]
 
     def spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
@@ -84,11 +86,13 @@ class Index:
 
         ConfigError: an unknown tensor, or elements that are outside of it or in no shard.
         """
-        self._require(name, self.pieces.get(kind, ()), kind)
-        pieces, shape = self.pieces[kind][name], self._shapes[name]
+        if not self.has(kind, name):
+            raise self._unknown(name, self.names(kind), kind)
+        shape = self._shape(kind, name)
         end = math.prod(shape) if end is None else end
         if not 0 <= start <= end <= math.prod(shape):
             raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
+        pieces = self._pieces(kind, name, start, end)
         spans, done = [], start
         size = SIZES[self.dtype]
         for first, span in pieces:
@@ -103,6 +107,40 @@ class Index:
             raise ConfigError(f"{self.part}: elements {done} .. {gap_end} of {kind}/{name} {shape} are in no shard of "
                               f"{self.folder}")
         return spans
+
+    def _unknown(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
+        near = difflib.get_close_matches(name, list(names), 1)
+        nearest = f"; the nearest is {near[0]}" if near else ""
+        return ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
+
+
+class Index(Places):
+    """Where the elements of one part's tensors lie, in all its shards together, by their headers.
+
+    ConfigError: a file that is no shard, or one tensor in two shapes. FileNotFoundError.
+    """
+
+    def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
+        super().__init__(folder, part)
+        self.metadata: dict[str, str] = {}                                     # of the first shard
+        self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}        # kind: name: (first element, bytes)
+        for name in names:
+            self._add(folder / name)
+        for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
+            pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
+
+    def kinds(self) -> list[str]:
+        return list(self.pieces)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind, in the order of saving; empty where there are none."""
+        return list(self.pieces.get(kind, ()))
+
+    def has(self, kind: str, name: str) -> bool:
+        return name in self.pieces.get(kind, ())
+
+    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        return self.pieces[kind][name]
 
     def _add(self, path: Path) -> None:
         entries: list[tuple[str, Fragment, Span]] = []
@@ -126,12 +164,6 @@ class Index:
                 raise ConfigError(f"{self.part}: {fragment.name} has shape {shape} in one shard and {fragment.shape} "
                                   f"in {path}")
             self.pieces.setdefault(kind, {}).setdefault(fragment.name, []).append((fragment.start, span))
-
-    def _require(self, name: str, names: Iterable[str], kind: str = "tensor") -> None:
-        if name not in names:
-            near = difflib.get_close_matches(name, list(names), 1)
-            nearest = f"; the nearest is {near[0]}" if near else ""
-            raise ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
 
 
 class Fragments(Index):

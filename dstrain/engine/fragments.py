@@ -14,13 +14,14 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dstrain.engine.fragment_files import SHARD, Fragment, Index, shard_name
-from dstrain.engine.manifest import THREADS, Digest
+from dstrain.engine.fragment_files import SHARD, Fragment, Index, Places, shard_name
+from dstrain.engine.fragment_index import FragmentIndex, index_name
+from dstrain.engine.manifest import THREADS, Digest, manifest
 from dstrain.engine.streams import SIZES, Files, render_header
 from dstrain.recipe import ConfigError
 
@@ -68,17 +69,14 @@ def write_shard(path: str | os.PathLike, entries: Iterable[tuple[str, Fragment, 
         return digest.entry()
 
 
-class Shards(Index):
-    """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
+class _Reader(Places):
+    """Reads the elements of tensors from where they lie. The files close with its `with`, and open again."""
 
-    ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
-    """
-
-    def __init__(self, folder: str | os.PathLike, part: str) -> None:
-        super().__init__(Path(folder), part, _all_shards(Path(folder), part))
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._files = Files()
 
-    def __enter__(self) -> "Shards":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,6 +97,29 @@ class Shards(Index):
         for span, piece in zip(spans, values.split(counts)):
             self._files.read(span, memoryview(piece.numpy()).cast("B"))
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
+
+
+class Shards(_Reader, Index):
+    """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
+
+    ConfigError: no shard, one missing of their number, a bad header, one tensor in two shapes.
+    """
+
+    def __init__(self, folder: str | os.PathLike, part: str) -> None:
+        super().__init__(Path(folder), part, _all_shards(Path(folder), part))
+
+
+class IndexedShards(_Reader, FragmentIndex):
+    """As Shards, by the file that tells where all fragments lie: a rank reads what it asks for, and no headers."""
+
+
+def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
+    """The shards of a part: by their index where it is of these very shards, else by their headers."""
+    if (folder / index_name(part)).is_file():                # earlier versions wrote none
+        indexed = IndexedShards(folder, part)
+        if indexed.holds_for(manifest(folder)["files"]):
+            return indexed
+    return Shards(folder, part)
 
 
 def _all_shards(folder: Path, part: str) -> list[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, moment, set_moment, state_of
+from dstrain.engine.stored import elements
 from dstrain.engine.updates import Updates
 from dstrain.ranks import group
 
@@ -157,7 +158,7 @@ class Masters(Updates):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
-                view.copy_(value.reshape(-1)[fragment.start: fragment.start + fragment.numel])
+                view.copy_(elements(value, fragment.start, fragment.numel))
 
     def publish(self) -> None:
         """Writes the masters into the compute weights, on all ranks together."""

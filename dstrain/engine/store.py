@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,14 +26,13 @@ import torch
 import dstrain
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render
-from dstrain.engine.manifest import NAME, faults, hash_files, manifest
+from dstrain.engine.manifest import NAME, faults, manifest
+from dstrain.engine.seals import Hashes, first_of, hash_all, message_of
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError, NotSaved
 
-Hashes = dict[str, dict[str, Any]]                           # size and hash of files by name
 _ASIDE = ".aside"
 ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"        # kinds of checkpoints, see Store.commit
-_WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
 
 class Store:
@@ -42,12 +40,14 @@ class Store:
 
     `metric` names the scores by which one is the best. After a call that did not succeed `error` says why, on all
     ranks. `check` raises, on rank 0, where files that are those of the manifest hold what their reader cannot use.
+    `finish(folder)` is called on all ranks when all have written, and gives the files that this rank has added.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2, keep_every: int = 0,
-                 check: Callable[[Path], None] = lambda path: None, metric: str = "loss") -> None:
+                 check: Callable[[Path], None] = lambda path: None, metric: str = "loss",
+                 finish: Callable[[Path], Hashes] = lambda path: {}) -> None:
         self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
-        self.metric = metric
+        self.metric, self._finish = metric, finish
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
@@ -64,7 +64,7 @@ class Store:
         try:
             hashed = write(folder)
         except Exception as error:                           # the other ranks wait in commit
-            failed = _reason(error)
+            failed = message_of(error)
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
@@ -103,9 +103,9 @@ class Store:
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         """
         tmp = self._path(step, ".tmp")
-        self.error = _first_of(group.objects(failed))
+        self.error = first_of(group.objects(failed))
         if self.error is None:
-            files = self._hash_all(tmp, hashed or {})        # sets error
+            files, self.error = hash_all(tmp, hashed or {}, self._finish)
         if self.error is None:
             body = {"files": files, "step": step, "world": group.world(), "extra": extra or {},
                     "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__}}
@@ -217,30 +217,6 @@ class Store:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
-    def _hash_all(self, tmp: Path, hashed: Hashes) -> Hashes:
-        """Size and hash of every file, each by one rank; sets `error`.
-
-        A file that its writer has hashed is not read again: it has as many bytes, or the save fails. What is sealed is
-        then what was to be written, and bytes that storage has altered since show when the step is verified.
-        """
-        names, files, fault = [], {}, None
-        try:
-            paths = [path for path in tmp.rglob("*") if path.is_file()]
-            names = [path.relative_to(tmp).as_posix() for path in paths]
-            own = [name for name in names if _owner(name) == group.rank() % group.world()]
-            files = hash_files(tmp, [name for name in own if name not in hashed], sync=True) | hashed
-            if short := [name for name in hashed if (tmp / name).stat().st_size != hashed[name]["size"]]:
-                raise OSError(f"{short[0]} has another size than was written")
-        except Exception as error:
-            fault = _reason(error)
-        gathered = group.objects((names, files, fault))
-        merged = {name: entry for _, hashes, _ in gathered for name, entry in hashes.items()}
-        unseen = sorted({name for names, _, _ in gathered for name in names} - set(merged))
-        self.error = _first_of([fault for _, _, fault in gathered])
-        if self.error is None and unseen:
-            self.error = f"{unseen[0]} is not seen by all ranks: is {self.folder} shared?"
-        return merged
-
     def _seal(self, step: int, tmp: Path, body: dict) -> None:
         atomic.write(tmp / NAME, render(body))
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
@@ -276,32 +252,14 @@ class Store:
 
     def _on_first(self, action: Callable[[], Any]) -> str | None:
         """Runs an action on rank 0; its failure, None for success, on all ranks."""
-        reason = None
+        failure = None
         if _first():
             try:
                 action()
             except Exception as error:
-                reason = _reason(error)
-        return group.from_first(reason)
-
-
-def _owner(name: str) -> int:
-    """The rank that hashes a file: the writer in its name, else any, the same on all ranks."""
-    writer = _WRITTEN_BY.fullmatch(name)
-    return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()
+                failure = message_of(error)
+        return group.from_first(failure)
 
 
 def _first() -> bool:
     return group.rank() % group.world() == 0                 # before the process group is started a rank is alone
-
-
-def _first_of(reasons: list[str | None]) -> str | None:
-    """The failure of the lowest rank that failed, with its number if there are several ranks."""
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return reason if len(reasons) == 1 else f"rank {rank}: {reason}"
-    return None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -242,6 +242,36 @@ def objects(value: Any) -> list[Any]:
     return values
 
 
+def to_first(value: Any) -> list[Any] | None:
+    """Every rank's Python value in rank order, on rank 0; None on the others."""
+    if world() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=_control())
+    return values
+
+
+def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
+    """The first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
+
+    All ranks hold rows of one shape and type. No GPU holds more than its own.
+    """
+    rows = rows.detach().cpu()
+    if world() == 1:
+        return rows[:counts[0]]
+    own = rows[:counts[rank()]].contiguous()
+    if rank() != 0:
+        if len(own):
+            dist.send(own, dst=0, group=_control())
+        return None
+    parts = [own]
+    for other, count in enumerate(counts[1:], 1):
+        if count:
+            parts.append(rows.new_empty((count, *rows.shape[1:])))
+            dist.recv(parts[-1], src=other, group=_control())
+    return torch.cat(parts)
+
+
 def from_first(value: Any) -> Any:
     """Rank 0's small Python value, on every rank."""
     if world() == 1:

@@ -3,7 +3,9 @@
 import argparse
 import re
 import shutil
+import zipfile
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +20,8 @@ from dstrain.engine.checkpoint import ema_decays, read_weights
 from dstrain.engine.fragment_files import RECONSTRUCTED
 from dstrain.engine.manifest import CONSOLIDATED, faults
 from dstrain.engine.store import Store
+from dstrain.engine.stored import StoredWeight
+from dstrain.ranks import group
 from dstrain.recipe import WIDEST, ConfigError
 from dstrain.systems.base import System
 
@@ -50,7 +54,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
         adapted, notes = _of_checkpoint(path, system, first, others)
     elif files := _consolidated(path, first, others):
-        unaltered(files.values())
+        unaltered(files.values(), together=True)
         adapted = {part: _adapted(system, part, read(file), file) for part, file in files.items()}
     elif config_file := _config_of_diffusers(path, system):
         config = read_json(config_file)
@@ -60,7 +64,7 @@ def fitted(path: Path, system: System, parts: Iterable[str] | None = None) -> Ad
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(f"init_from={path} holds DeepSpeed's own files: merge them with `python "
                               f"launch/consolidate.py {path} --trust-pickle --out DIR`, and name DIR")
-        unaltered([path])
+        unaltered([path], together=True)
         adapted = {first: _adapted(system, first, read(path), path)}
     adapted[first][1].extend(notes)
     adapted[first][1].extend(f"{part} is not in {path} and begins anew" for part in others
@@ -83,7 +87,7 @@ def _of_checkpoint(path: Path, system: System, first: str, others: list[str]) ->
         if part != first and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
-            adapted[part] = _adapted(system, part, read_weights(path, part, kind), path)
+            adapted[part] = _adapted(system, part, read_weights(path, part, kind, at_once=False), path)
     return adapted, notes
 
 
@@ -95,8 +99,11 @@ def _consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def unaltered(paths: Iterable[Path]) -> None:
-    """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written."""
+def unaltered(paths: Iterable[Path], together: bool = False) -> None:
+    """ConfigError: files in `paths`, folders or files of a consolidated folder, have other bytes than were written.
+
+    `together`: called on all ranks, each of which reads its share.
+    """
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]                             # a file, its part's folder, all parts' folder
     folder = next((folder for folder in above if (folder / CONSOLIDATED).is_file()), None)
@@ -105,9 +112,11 @@ def unaltered(paths: Iterable[Path]) -> None:
     try:
         files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
-        wrong = faults(folder, names, files)
+        share = names[group.rank() % group.world()::group.world()] if together else names
+        wrong = faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
+    wrong = list(dict.fromkeys(chain.from_iterable(group.objects(wrong)))) if together else wrong
     if wrong:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
@@ -116,11 +125,16 @@ def _adapted(system: System, part: str, state: dict[str, Tensor],
              origin: object) -> tuple[dict[str, Tensor], list[str]]:
     """What the system makes of a part's weights, and notes on it, first of all how many came unchanged."""
     values, notes = system.adapt(part, state)
-    before, after = ({tensor.data_ptr() for tensor in tensors.values()} for tensors in (state, values))
-    loaded = sum(tensor.data_ptr() in before for tensor in values.values())
-    left = sum(tensor.data_ptr() not in after for name, tensor in state.items() if name not in values)
+    before, after = ({_place(tensor) for tensor in tensors.values()} for tensors in (state, values))
+    loaded = sum(_place(tensor) in before for tensor in values.values())
+    left = sum(_place(tensor) not in after for name, tensor in state.items() if name not in values)
     counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
     return values, [f"{part}: {counts}, from {origin}", *notes]
+
+
+def _place(tensor: Tensor) -> int:
+    """Equal for tensors that share their values."""
+    return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
 def _config_of_diffusers(path: Path, system: System) -> Path | None:
@@ -210,7 +224,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
         return _named(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            # Mapped where its format allows that: the ranks of a node then share the pages, and read what they own.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:              # the restricted unpickler meets hostile bytes: it may raise anything
         raise ConfigError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
                           f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "

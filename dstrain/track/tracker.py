@@ -133,13 +133,14 @@ class Tracker:
                 with Image.open(path) as plot:
                     self._board.add_image(f"held_out/{name}", np.asarray(plot.convert("RGB")), done, dataformats="HWC")
 
-    def samples(self, done: int, images: Tensor, name: str = "samples", columns: int | None = None,
+    def samples(self, done: int, images: Tensor | None, name: str = "samples", columns: int | None = None,
                 captions: Sequence[str] | None = None) -> None:
-        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples.
+        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png for another name than samples;
+        on rank 0, the other ranks have none.
 
         Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
         """
-        if not self._first:
+        if not self._first or images is None:
             return
         if images.ndim == 5 and images.shape[1] == 1:
             images = images[:, 0]

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dstrain.diffusion.flow import FlowMatching
+from dstrain.diffusion.flow import FlowMatching, check_spacing
+from dstrain.recipe import ConfigError
 
 MEAN, STD = 0.3, 0.2                              # of the data
 
@@ -78,3 +79,19 @@ def test_extra_channels_are_unused():
     one = flow.training_losses(lambda x, s: x, x_start, t, noise)
     two = flow.training_losses(lambda x, s: torch.cat((x, x + 1), 1), x_start, t, noise)
     assert torch.equal(one["loss"], two["loss"]) and one["loss"].shape == (3,)
+
+
+@pytest.mark.parametrize("calls, made", [(1, 2), (2, 2), (3, 2), (4, 4), (7, 6)])
+def test_calls_of_heun(calls, made):
+    """Oracle: by hand: two calls a step, as many steps as the calls allow, and one at least."""
+    times = []
+    FlowMatching().sample(lambda x, t: times.append(float(t[0])) or optimal(x, t), randn(0, (2, 1)), randn, "heun", calls)
+    assert len(times) == made and times[0] == 1000.0
+
+
+def test_names_of_spacings():
+    """Oracle: by hand: the two names and none at all are taken, another is refused with them."""
+    for spacing in (None, "linspace", "karras"):
+        check_spacing(spacing)
+    with pytest.raises(ConfigError, match="spacing=trailing: a flow's times are spaced by linspace or karras"):
+        check_spacing("trailing")

@@ -82,6 +82,15 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
     assert drawn and drawn == sorted(set(drawn)) and max(drawn) < 101
 
 
+@pytest.mark.parametrize("first, adds", [(0.05, True), (50.0, True), (0.0499, False), (50.1, False)])
+def test_the_range_of_added_noise(first, adds):
+    """Oracle: Algorithm 2 of the same paper: S_min <= t <= S_max, both ends among them."""
+    model = Exact()
+    levels = [model.nearest(first), model.nearest(first / 2)]
+    solve("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
+    assert (model.calls[0].s > first) == adds
+
+
 def test_edm_is_algorithm_2():
     """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha."""
     levels, model = [*levels_of(12, 60.0, 0.02), Level.data()], Exact()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dstrain.data.batches import held_out
-from dstrain.drawing.sampling import class_columns, draw, draw_all, picture_all, resting, score
+from dstrain.drawing.sampling import class_columns, draw, draw_all, draw_on_first, picture_on_first, resting, score
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from tests.support import gloo
 from tests.support.sources import Numbers
@@ -83,7 +83,8 @@ def together(rank: int) -> dict:
     system, nets = Sums(), Sums().networks()
     result = {"scores": {size: score(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
               "uneven": score(system, nets, uneven(rank)), "draws": {},
-              "pictures": {size: picture_all(system, nets, system.synthetic(size), 3) for size in SIZES}}
+              "pictures": {size: picture_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
+              "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS}}
     for num, chunk in REQUESTS:
         system.calls = 0
         rounds = list(draw(system, nets, request(num), chunk))
@@ -246,9 +247,17 @@ def test_class_columns(labels, num, expected):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_pictures_of_two_ranks(two, size):
-    """Oracle: 3 i for sample i, on both ranks, whatever was filled up to make equal calls."""
-    for found in two:
-        assert found["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
+    """Oracle: 3 i for sample i, on rank 0 alone, whatever was filled up to make equal calls; and in one process."""
+    assert two[0]["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
+    assert two[1]["pictures"][size] == {"tripled": None}
+    alone = picture_on_first(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
+    assert torch.equal(alone, two[0]["pictures"][size]["tripled"])
+
+
+@pytest.mark.parametrize("num, chunk", REQUESTS)
+def test_draws_on_the_first_rank(two, num, chunk):
+    """Oracle: numpy, sample by sample, on rank 0 alone."""
+    assert torch.equal(two[0]["on first"][num, chunk], pictures(num)) and two[1]["on first"][num, chunk] is None
 
 
 def test_nothing_drops_out_in_evaluation():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.settings import resolve
@@ -135,10 +135,23 @@ def compare(trial: Trial, truth: dict) -> dict:
     trial.engines.modules["tiny"].scale.table.zero_()
     step = trial.saves.resume()
     state, wanted = trial.state(), truth["state"]
+    differ = [name for name in wanted if not torch.equal(state[name], wanted[name])]
+    if trial.saves is not trial.native:
+        differ += [f"begun: {name}" for name, value in begun(trial).items() if not torch.equal(value, wanted[name])]
     losses = trial.steps(BEFORE, BEFORE + AFTER)
-    return {"step": step, "differ": [name for name in wanted if not torch.equal(state[name], wanted[name])],
+    return {"step": step, "differ": differ,
             "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, truth["losses"])),
             "trivial": losses[0] == losses[-1]}
+
+
+def begun(trial: Trial) -> dict[str, torch.Tensor]:
+    """The state of a trial whose weights are drawn from the checkpoint by slices, as init_from does."""
+    for flat in trial.engines.masters["tiny"].flats:
+        flat.detach().zero_()
+    trial.engines.modules["tiny"].scale.table.zero_()
+    path = trial.saves.store.folder / f"step_{BEFORE:08d}"
+    trial.engines.draw({"tiny": read_weights(path, "tiny", at_once=False)})
+    return trial.state()
 
 
 def load(folder: Path, out: Path) -> None:

@@ -1,10 +1,14 @@
 """What a pass keeps and what it costs, counted on the meta device."""
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.engine.activations import flops, kept
+from dstrain.engine.activations import _fused, flops, kept
 from dstrain.engine.blocks import prepare
 from dstrain.nn.layers import Mlp, SelfAttention
 
@@ -48,3 +52,28 @@ def test_fused_attention():
     """
     size, _ = counted(lambda: SelfAttention(D, 2), "none")
     assert 0 <= size - 4 * ((DEPTH - 1) * TOKENS * D + DEPTH * TOKENS * (4 * D + 2) + 1) <= 64 * DEPTH
+
+
+def test_masks_of_fused_attention():
+    """Oracle: torch's own function, of which the stand-in has the signature: kept is what is true, or what is added."""
+    with torch.device("meta"):
+        q, k, v = (torch.empty(B, 2, N, 8) for _ in range(3))
+        allowed = torch.empty(B, 1, N, N, dtype=torch.bool)
+        for mask in (None, allowed, torch.empty(B, 1, 1, N)):
+            assert _fused(q, k, v, mask).shape == F.scaled_dot_product_attention(q, k, v, mask).shape
+    seen = []
+
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "efficient_attention" in str(op):
+                seen.append(args[3])
+                return torch.empty_like(args[0]), None, None, None
+            return op(*args, **(kwargs or {}))
+
+    kept_ones = torch.tensor([True, False, True, True])
+    q = torch.ones(1, 1, 4, 8)
+    added = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    with Masks():
+        _fused(q, q, q, kept_ones)
+        _fused(q, q, q, added)
+    assert seen[0][0, 0].tolist() == [[0.0, -math.inf, 0.0, 0.0]] * 4 and seen[1][0, 0].tolist() == [added.tolist()] * 4

@@ -1,9 +1,11 @@
 """Checkpoints at other stages and numbers of ranks: 4 launched ranks, 2 forked ones, one in this process."""
 
 import json
+import math
 
 import pytest
 
+from dstrain.engine.fragments import IndexedShards, Shards, open_shards
 from tests.engine import check_elastic
 from tests.engine.check_elastic import BEFORE, PAIRS
 from tests.support.launch import launch
@@ -42,3 +44,19 @@ def test_both_ranks_write(saved):
     """Oracle: the sizes of the shards: at stage 0, where each rank holds everything, they share the work."""
     sizes = [path.stat().st_size for path in (saved / "stage0" / f"step_{BEFORE:08d}").glob("tiny-*")]
     assert len(sizes) == 2 and max(sizes) < 3 * min(sizes)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_index_says_what_the_headers_say(saved, stage):
+    """Oracle: the headers of all shards: kinds, names, shapes, and the bytes of any run of elements."""
+    folder = saved / f"stage{stage}" / f"step_{BEFORE:08d}"
+    headers, index = Shards(folder, "tiny"), open_shards(folder, "tiny")
+    assert isinstance(index, IndexedShards) and index.kinds() == headers.kinds()
+    for kind in headers.kinds():
+        assert set(index.names(kind)) == set(headers.names(kind)) and not index.has(kind, "w")
+        for name in headers.names(kind):
+            shape = headers.shape(name)
+            numel = math.prod(shape)
+            assert index.shape(name) == shape
+            for start, end in ((0, numel), (numel // 3, numel // 2), (numel - 1, numel), (numel, numel)):
+                assert index.spans(kind, name, start, end) == headers.spans(kind, name, start, end)

@@ -30,6 +30,12 @@ class Flats:
         self.shown = []
 
 
+def test_a_part_without_averages_goes_on():
+    """Oracle: by hand: what keeps no averages by width lacks none of them in a checkpoint; another part does."""
+    shadow = EmaShadow({"one": Flats(3), "plain": Flats(2)}, Ema(profiles=(0.05, 0.1), snapshots=5), ("one",))
+    assert shadow.take_up("plain", None, 7) is True and shadow.take_up("one", None, 7) is False
+
+
 @pytest.mark.parametrize("warmup", [False, True])
 def test_update(warmup):
     """Oracle: the average of all weights so far by Python floats, d = min(decay, (1 + s) / (10 + s)) in the warm-up;

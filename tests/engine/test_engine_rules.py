@@ -77,8 +77,9 @@ def test_blocks_are_compiled_where_the_recipe_says():
         return {name for name, module in engines.modules["a"].named_modules() if "forward" in vars(module)}
 
     linear = {name for name, module in Tiny().named_modules() if isinstance(module, nn.Linear)}
-    assert marked(engines_of(0, parts=("a",), blocks=(nn.Linear,), compile="on")) == linear
-    assert marked(engines_of(0, parts=("a",), compile="on")) == set()
+    compiled, without = (engines_of(0, parts=("a",), blocks=blocks, compile="on") for blocks in ((nn.Linear,), ()))
+    assert marked(compiled) == linear and marked(without) == set()
+    assert any("compiles blocks as the first step meets them" in note for note in compiled.notes) and not without.notes
     for word in ("off", "auto"):
         expected = linear if word == "auto" and torch.cuda.is_available() else set()
         assert marked(engines_of(0, parts=("a",), blocks=(nn.Linear,), compile=word)) == expected

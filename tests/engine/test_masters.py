@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import ADAM, build
+from dstrain.engine.fragments import Fragment
+from dstrain.engine.optimizers import ADAM, build, from_floats
 from dstrain.engine.settings import resolve
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
@@ -204,6 +205,11 @@ def test_moments_of_8_bits(stage, precision):
             torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.codes()))
         assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
     assert engines.skipped() == 2 and codes
+    for (kind, fragment, values), (same_kind, name, code) in zip(masters.own_codes(), masters.codes(), strict=True):
+        assert (kind, fragment) == (same_kind, Fragment(name, (len(values),), 0, len(values)))
+        saved = torch.empty_like(code)
+        from_floats(saved, values)
+        assert torch.equal(saved, code)
     for kind in masters.kinds:
         values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.moments(kind)]
         masters.set_moments(kind, values)

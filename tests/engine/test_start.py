@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from dstrain.engine import prepare_environment
 from dstrain.engine.start import start
 from dstrain.ranks import group
+from dstrain.ranks.phases import Phases
 from dstrain.recipe import ConfigError
 from tests.support.launch import free_port
 
@@ -57,8 +58,17 @@ def meet(rank: int, world: int) -> None:
     group.leave()
 
 
+def watched() -> list[str]:
+    """What this process says it is at, from now on."""
+    seen, at = [], Phases.at
+    Phases.at = lambda self, phase: (seen.append(phase), at(self, phase))
+    return seen
+
+
 def alone(rank: int) -> None:
+    seen = watched()
     start(timeout_minutes=3)
+    assert not any("meeting" in phase for phase in seen)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
     assert os.environ["MASTER_PORT"] != "20000"   # which jobs of Slurm without a number share
@@ -69,15 +79,19 @@ def alone(rank: int) -> None:
 
 
 def test_a_process_alone():
-    """Oracle: the variables of torch's env:// rendezvous; the timeout holds for groups that are made later, too."""
+    """Oracle: the variables of torch's env:// rendezvous; the timeout holds for groups that are made later, too; it
+    waits for nobody.
+    """
     forked(1, alone)
 
 
 def named(rank: int) -> None:
     os.environ.update(ranks(rank, 2))
     port = os.environ["MASTER_PORT"]
+    seen = watched()
     meet(rank, 2)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", port)
+    assert seen.count("meeting 1 other ranks at localhost") == 1
 
 
 def test_two_ranks_that_are_told_where():

@@ -45,6 +45,20 @@ def test_what_a_shell_holds(tmp_path):
     assert {name.rpartition(".")[2] for name in content.asked} >= {"Slotted", "OnlySlots", "Plain"}
 
 
+class Tagged(torch.Tensor):
+    """A class of tensors that is not torch's own."""
+
+
+def test_tensors_with_attributes(tmp_path):
+    """Oracle: torch.save's own form of a tensor that carries an attribute: the tensor; of another class: a shell."""
+    plain, other = torch.arange(3.0), torch.arange(3.0).as_subclass(Tagged)
+    plain.origin = other.origin = "here"
+    torch.save({"plain": plain, "other": other}, tmp_path / "a.pt")
+    content = torch_files.load(tmp_path / "a.pt").value
+    assert isinstance(content["plain"], streams.Stored) and content["plain"].shape == (3,)
+    assert isinstance(content["other"], torch_files.Shell)
+
+
 @pytest.mark.parametrize("more, whole", [(0, True), (1 << 20, False)])
 def test_a_storage_beyond_the_end(tmp_path, more, whole):
     """Oracle: the length of the file: an entry of the archive's list that reaches beyond it is refused."""

@@ -1,5 +1,6 @@
 """Where a process stands, and the few words that ranks exchange."""
 
+import itertools
 import socket
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def test_one_process_is_the_identity(monkeypatch):
     rows = torch.arange(6).reshape(3, 2)
     assert group.gather(rows) is rows and group.total(rows) is rows
     assert group.agree(True) is True and group.agree(False) is False and group.agreed_max(-4) == -4
-    assert group.objects({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
+    assert group.objects({"a": 1}) == group.to_first({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
+    assert torch.equal(group.rows_to_first(rows, [2]), rows[:2])
     group.barrier()
     wishes = []
     ballot = group.Ballot(lambda: bool(wishes))
@@ -116,6 +118,9 @@ def exchanged(rank: int, rows: dict) -> dict:
               "votes": [voted(rank, wishes) for wishes in range(4)],
               "max": [group.agreed_max(value) for value in (rank, -rank, 2 ** 53 + rank, -(2 ** 60) - rank)],
               "objects": group.objects({"rank": rank, "text": "x" * 1000 * rank}),
+              "to first": group.to_first({"rank": rank, "text": "x" * 1000 * rank}),
+              "rows": {counts: group.rows_to_first(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
+                       for counts in itertools.product((0, 1, 3), repeat=2)},
               "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
               "where": (group.rank(), group.world(), group.started(), group.place().local_rank)}
     group.barrier()
@@ -135,6 +140,15 @@ def test_gather(two, name):
     for heard in two:
         found = heard["gather"][name]
         assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_what_rank_0_alone_receives(two):
+    """Oracle: by hand: the values of both ranks in order, and the first rows of each; nothing on rank 1."""
+    assert two[0]["to first"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 1000}]
+    assert two[1]["to first"] is None and set(two[1]["rows"].values()) == {None}
+    for (first, second), rows in two[0]["rows"].items():
+        expected = torch.arange(6).view(3, 2)
+        assert torch.equal(rows, torch.cat((expected[:first], expected[:second] + 10)))
 
 
 def test_total(two):

@@ -126,18 +126,23 @@ def test_a_folder_of_safetensors_files(tmp_path):
     assert same(values, state) and notes == [told(tmp_path)]
 
 
-@pytest.mark.parametrize("layout", ["train.py", "no ema", "bare", "data parallel"])
+@pytest.mark.parametrize("layout", ["train.py", "no ema", "bare", "data parallel", "of torch < 1.6"])
 def test_a_file_of_dits_train_py(tmp_path, layout):
-    """Oracle: DiT's train.py:233-240, which saves model, ema, opt and args: its EMA, else its model."""
+    """Oracle: DiT's train.py:233-240, which saves model, ema, opt and args: its EMA, else its model; by the process's
+    own memory map, a file is mapped where its format allows that, so that ranks share it.
+    """
     state, other = weights(), {name: value + 1 for name, value in weights().items()}
     moments = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
     content = {"train.py": {"model": other, "ema": state, "opt": moments,
                             "args": argparse.Namespace(data_path="/data", model="DiT-XL/2", epochs=1400)},
                "no ema": {"model": state, "args": argparse.Namespace(model="DiT-XL/2")}, "bare": state,
-               "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}[layout]
-    torch.save(content, tmp_path / "0400000.pt")
+               "data parallel": {"model": {f"module.{name}": value for name, value in state.items()}}}
+    content = content.get(layout, state)
+    legacy = layout == "of torch < 1.6"
+    torch.save(content, tmp_path / "0400000.pt", _use_new_zipfile_serialization=not legacy)
     (values, notes), = fitted(tmp_path / "0400000.pt", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "0400000.pt")]
+    assert (str(tmp_path / "0400000.pt") in Path("/proc/self/maps").read_text()) != legacy
 
 
 def test_other_sizes_are_told(tmp_path):
