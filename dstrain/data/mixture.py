@@ -126,7 +126,7 @@ class Mixture(Source):
         self.expects = any(source.expects for source in sources)
         self.captioned = all(source.captioned for source in sources)
         self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
-        chooses = next((source for source in sources if source.chance_name), sources[0])      # those that do, do so alike
+        chooses = next((source for source in sources if source.chance_name), sources[0])     # all that do choose alike
         self.chance_name, self.chance_count = chooses.chance_name, chooses.chance_count
 
     def __len__(self) -> int:

@@ -97,8 +97,8 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
         shown, names = f"{as_text(key)}={as_text(text)}", key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
             recipe = ", or --recipe before the name of a recipe" if override.endswith((".yaml", ".yml")) else ""
-            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for example "
-                            "steps=500")
+            problems.append(f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for "
+                            "example steps=500")
             continue
         try:
             _put(values, key, _parse(text))

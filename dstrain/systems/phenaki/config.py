@@ -37,7 +37,7 @@ class Decoding(Section):
     sample_temperature: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
     """Of the drawn ids; 1 draws as the model has learned (MaskGIT)."""
     sample_temperature_schedule: Annotated[Literal["fixed", "decay"], MAY_CHANGE] = "fixed"
-    """Over the steps: fixed, or decay (to 0 at the last, as phenaki-pytorch does), which draws the likeliest too often."""
+    """Over the steps: fixed, or decay (to 0 at the last, as in phenaki-pytorch), which draws likely ids too often."""
     confidence_temperature: Annotated[float, MAY_CHANGE] = Field(4.5, ge=0)
     """Weight of the Gumbel noise on confidences at the first step; falls to 0 at the last."""
     critic_noise: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
@@ -111,7 +111,7 @@ class Config(SystemConfig):
     critic_train_sample_temperature: float = Field(1.0, ge=0)
     """Of the ids that MaskGit draws for its critic to judge."""
     critic_labels: Literal["masked", "replaced"] = "masked"
-    """What the critic tells: which of all tokens were masked (Token-Critic), or which masked ones are not the true ones."""
+    """What the critic tells: which of all tokens were masked (Token-Critic), or which masked ones are not true."""
     critic_loss_weight: float = Field(1.0, ge=0)
     """Weight of the self critic's loss beside MaskGit's; a token critic has an optimizer of its own."""
     train: Literal["both", "maskgit", "critic"] = "both"

@@ -197,7 +197,7 @@ class PhenakiSystem(System):
         return critic(example["filled"], example.get("real"), dropped, **chosen(example))
 
     def _judged(self, logits: Tensor, example: Example) -> Terms:
-        """Of the critic's logits (B, t, h, w): loss, accuracy, and the share of masked tokens that was replaced, (B,)."""
+        """Of the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens that was replaced, (B,)."""
         masked, total = self._masked(example), self._total(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
