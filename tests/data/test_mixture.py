@@ -293,6 +293,7 @@ def test_sources_that_do_not_fit(tmp_path):
             (f"[{{path: {a}, weight: 0}}]", r"data.mixture\[0\].weight=0: it should be greater than 0"),
             (f"[{{path: {a}, held_out: 0.1, held_out_path: {b}}}]", "has held_out and held_out_path"),
             (f"[{{path: {a}}}]", "data.path=b: data.mixture takes its place", "data.path=b"),
+            (f"[{{path: {a}, held_out_path: {b / 'c0'}}}]", "held-out data of a have no classes, and those that are"),
             (f"[{{path: {a}}}]", "write held_out_path into the source", "data.held_out_path=b"),
             (f"[{{path: {x}}}, {{path: {a}}}]", "a holds images, .*x cached latents: mix sources of one kind", *sizes),
             (f"[{{path: {x}}}, {{path: {tmp_path / 'y'}}}]", "y has first_stage other, .*x has stage: encode", *sizes),
