@@ -158,7 +158,7 @@ def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
     if known is not None and path.is_file() and path.stat().st_size == known["size"] and hash_of(path) == known["hash"]:
         return known
     if path.exists():
-        print(f"{path} is damaged; it is made anew", flush=True)
+        print(f"{path} is damaged, or was not finished; it is made anew", flush=True)
         path.unlink()
     return None
 

@@ -153,7 +153,7 @@ def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, capti
 
 
 def test_tars_are_as_webdataset_writes_them(tmp_path):
-    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; the classes' names beside."""
+    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; classes' names beside."""
     root = folder(tmp_path / "data", 2, 20)
     index = packed(root, tmp_path / "out", format="tar", shard_bytes=20_000)
     plain, number = open_images(root, 32), 0
@@ -247,6 +247,10 @@ def test_what_is_refused(tmp_path):
     (out / "pack.json").write_bytes(listing.replace(b"c1", b"c2"))
     with pytest.raises(ConfigError, match="pack.json that is truncated or altered"):
         open_images(out, 32)
+    for body in ({}, {"noun": "images", "classes": [], "shards": [{"name": "../x", "size": 1}]}):
+        (out / "pack.json").write_bytes(sealed.render({"format": 1} | body))
+        with pytest.raises(ConfigError, match="pack.json that launch/pack.py has not written"):
+            open_images(out, 32)
     (out / "pack.json").unlink()
     with pytest.raises(ConfigError, match="is not packed to the end: give the command"):
         open_images(out, 32)

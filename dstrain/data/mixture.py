@@ -229,6 +229,9 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     classes = common_classes(sources, names, data.mixture_classes)
     weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
     held = [(source, name) for source, name in zip(unseen, names) if source is not None]
+    if without := [name for source, name in held if classes and not source.classes]:
+        raise ConfigError(f"data.mixture: the held-out data of {without[0]} have no classes, and those that are "
+                          "trained on have: put the files of each class into a folder of its own, named as there")
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 

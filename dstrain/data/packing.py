@@ -159,4 +159,12 @@ def read_index(files: Files) -> dict[str, Any]:
         raise ConfigError(f"has a {INDEX} that is truncated or altered: repeat the launch/pack.py that wrote it")
     if body.get("format") != FORMAT:
         raise ConfigError(f"has format {body.get('format')}, this version reads {FORMAT}: pack the data again")
+    try:
+        names = [shard["name"] for shard in body["shards"] if type(shard["size"]) is int]
+        sound = names == [shard_name(number) for number in range(len(body["shards"]))] and body["noun"]
+        sound = sound and all(type(name) is str for name in body["classes"])
+    except (KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"has a {INDEX} that launch/pack.py has not written: pack the data again")
     return body

@@ -29,8 +29,8 @@ WEIGHTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
 @given(weights=WEIGHTS, seed=st.integers(-2**63, 2**64), begin=st.integers(0, 2**40), number=st.integers(1, 700))
 @settings(max_examples=60, deadline=None)
 def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
-    """Oracle: counting the stream one sample after the other: over whole blocks each place of each source is taken once,
-    in no gap, and `counts` is the count.
+    """Oracle: counting the stream one sample after the other: over whole blocks each place of each source is taken
+    once, in no gap, and `counts` is the count.
     """
     order = MixtureOrder((5,) * len(weights), tuple(weights), seed)
     begin -= begin % 256
@@ -84,8 +84,8 @@ def test_the_order_is_a_function_of_the_position():
 
 
 def test_the_pattern_does_not_meet_the_ranks():
-    """Oracle: the binomial distribution: at weights 3:1, one of four ranks that take every fourth position would get all
-    samples of one source, if the slots were not shuffled.
+    """Oracle: the binomial distribution: at weights 3:1, one of four ranks that take every fourth position would get
+    all samples of one source, if the slots were not shuffled.
     """
     sources, _ = MixtureOrder((10, 10), (3, 1), 0).places(np.arange(4 * 2560))
     for rank in range(4):
@@ -170,9 +170,11 @@ def test_labels_are_those_of_the_names(rule, classes, expected):
 
 
 @pytest.mark.parametrize("rule,classes,message", [
-    ("same", ("ab", "abc"), "s1 has the class c, which s0 has not"), ("same", ("abc", "ab"), "s1 lacks the class c of s0"),
+    ("same", ("ab", "abc"), "s1 has the class c, which s0 has not"),
+    ("same", ("abc", "ab"), "s1 lacks the class c of s0"),
     ("first", ("ab", "c"), "s1 has the class c, which s0 has not.*data.mixture_classes=union"),
-    ("union", ("ab", ""), "s0 has classes, and s1 has none"), ("same", ("", "ab"), "s0 has no classes, and s1 has some")])
+    ("union", ("ab", ""), "s0 has classes, and s1 has none"),
+    ("same", ("", "ab"), "s0 has no classes, and s1 has some")])
 def test_classes_that_differ(rule, classes, message):
     """Oracle: the contract: a ConfigError that names the source, the class and the entry."""
     with pytest.raises(ConfigError, match=message):
@@ -229,7 +231,8 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     # By the numbers of samples, and everything that makes other data is in the fingerprint.
     natural = opened(words[0].replace(", weight: 3", "").replace(", weight: 1", ""), *words[1:])[1]
     assert natural.weights == whole([len(pair[0]) for pair in alone])
-    assert len({train.fingerprint(), natural.fingerprint(), opened(words[0], *words[1:2], words[3])[1].fingerprint()}) == 3
+    other = opened(words[0], words[1], words[3])[1]
+    assert len({source.fingerprint() for source in (train, natural, other)}) == 3
 
 
 def test_clips_are_mixed(tmp_path):
@@ -290,6 +293,7 @@ def test_sources_that_do_not_fit(tmp_path):
             (f"[{{path: {a}, weight: 0}}]", r"data.mixture\[0\].weight=0: it should be greater than 0"),
             (f"[{{path: {a}, held_out: 0.1, held_out_path: {b}}}]", "has held_out and held_out_path"),
             (f"[{{path: {a}}}]", "data.path=b: data.mixture takes its place", "data.path=b"),
+            (f"[{{path: {a}, held_out_path: {b / 'c0'}}}]", "held-out data of a have no classes, and those that are"),
             (f"[{{path: {a}}}]", "write held_out_path into the source", "data.held_out_path=b"),
             (f"[{{path: {x}}}, {{path: {a}}}]", "a holds images, .*x cached latents: mix sources of one kind", *sizes),
             (f"[{{path: {x}}}, {{path: {tmp_path / 'y'}}}]", "y has first_stage other, .*x has stage: encode", *sizes),
@@ -316,7 +320,8 @@ def test_weights_that_change_are_refused_by_name(tmp_path):
     assert not refused(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
     for other, key in ((run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),
                        (run("{path: a, weight: 3}"), "data.mixture[1].weight"),
-                       (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"), "data.mixture[0].held_out")):
+                       (run("{path: a, weight: 3, held_out: 0.1}", "{path: b, weight: 1}"),
+                        "data.mixture[0].held_out")):
         changes = refused(before, other, system)
         assert [name for name, _, _ in changes] == [key]
         assert f"{key} was " in str(refusals(changes, tmp_path, system))
