@@ -202,8 +202,8 @@ class Checkpoints:
     def _bytes(self) -> int:
         """An upper bound of what this rank will write."""
         copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
-        return (1 << 20) + sum(4 * copies[part] * view.numel() for part, masters in self._engines.masters.items()
-                               for _, view in masters.own_views(masters.flats))
+        return (1 << 20) + sum(copies[part] * (4 * view.numel() + 40) for part, masters in self._engines.masters.items()
+                               for _, view in masters.own_views(masters.flats))                    # 40: in the index
 
     def _common(self, parts: Collection[str] | None = None) -> contents.Common:
         """Small state of some parts (None: of all): tensors on the host, and each part's counters.

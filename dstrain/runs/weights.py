@@ -224,8 +224,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
         return _named(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # train.py keeps its arguments in the file
-            # Mapped where its format allows that: the ranks of a node then share the pages, and read what they own.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except Exception as error:              # the restricted unpickler meets hostile bytes: it may raise anything
         raise ConfigError(f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
                           f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
@@ -235,6 +234,17 @@ def read(path: str | Path) -> dict[str, Tensor]:
         inner = (content.get(name) for name in ("ema", "model", "weights"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _named(content, path)
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Whether a file of torch.save has its present format, uncompressed as torch writes it.
+
+    Mapped, its pages are shared by the ranks of a machine, and each reads what it owns.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
 
 
 def _listed(index: Path) -> list[Path]:

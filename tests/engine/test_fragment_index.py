@@ -111,6 +111,10 @@ def test_rows_that_lie(tmp_path, row, value):
     path.write_bytes(raw[:-table.nbytes] + table.tobytes())
     with pytest.raises(ConfigError, match="names elements beyond the shards: it is damaged"):
         FragmentIndex(tmp_path, "net").spans("master", "a")
+    path.write_bytes(raw.replace(b'"shards":"1"', b'"shards":"%d"' % 10 ** 15, 1))      # no list of so many is made
+    path.write_bytes((len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
+                     + path.read_bytes()[8:])
+    assert not FragmentIndex(tmp_path, "net").holds_for({path.name: {"hash": ""}})
 
 
 def test_files_that_are_none(tmp_path):

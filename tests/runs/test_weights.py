@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_a_folder_of_safetensors_files(tmp_path):
     assert same(values, state) and notes == [told(tmp_path)]
 
 
-@pytest.mark.parametrize("layout", ["train.py", "no ema", "bare", "data parallel", "of torch < 1.6"])
+@pytest.mark.parametrize("layout", ["train.py", "no ema", "bare", "data parallel", "of torch < 1.6", "packed"])
 def test_a_file_of_dits_train_py(tmp_path, layout):
     """Oracle: DiT's train.py:233-240, which saves model, ema, opt and args: its EMA, else its model; by the process's
     own memory map, a file is mapped where its format allows that, so that ranks share it.
@@ -140,9 +141,14 @@ def test_a_file_of_dits_train_py(tmp_path, layout):
     content = content.get(layout, state)
     legacy = layout == "of torch < 1.6"
     torch.save(content, tmp_path / "0400000.pt", _use_new_zipfile_serialization=not legacy)
+    if packed := layout == "packed":                                     # by a zip program, which compresses
+        (tmp_path / "0400000.pt").rename(tmp_path / "plain.pt")
+        with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(tmp_path / "0400000.pt", "w", ZIP_DEFLATED) as other:
+            for member in plain.namelist():
+                other.writestr(member, plain.read(member))
     (values, notes), = fitted(tmp_path / "0400000.pt", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "0400000.pt")]
-    assert (str(tmp_path / "0400000.pt") in Path("/proc/self/maps").read_text()) != legacy
+    assert (str(tmp_path / "0400000.pt") in Path("/proc/self/maps").read_text()) != (legacy or packed)
 
 
 def test_other_sizes_are_told(tmp_path):
