@@ -90,7 +90,14 @@ def test_webdataset(tmp_path, plain):
     captioned = open_images(some, 16, request=request)
     assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == \
         [f"no. {i}" for i in range(5, len(files))]
-    assert len(open_images(tmp_path / "shards" / "out-00002.tar", 16)) == len(files) - 10
+    whole = open_images(tmp_path / "shards", 16, request=request)
+    assert whole.layout.notes == {"uncaptioned": 5} and len(whole) == len(files) - 5
+    layout = whole.layout
+    for _ in (0, 1):                                                   # as when a large index moves to a disk
+        assert sum(1 for part in layout.parts() for _ in layout.samples(part)) == len(whole)
+        assert layout.watched() and layout.notes == {"uncaptioned": 5}
+    (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
+    assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 
 
 def test_tars_of_others(tmp_path):

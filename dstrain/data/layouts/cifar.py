@@ -96,12 +96,13 @@ class Cifar(Layout):
 def _form(root: str, files: Files) -> tuple[str, str, tuple[str, ...]] | None:
     """The form of the data, the folder below the root that holds them, and the files to read; None: no CIFAR."""
     own = root.rstrip("/").rpartition("/")[2]
-    is_file = peek(files) == [(own, False)]
+    top = peek(files)
+    is_file = top == [(own, False)]
     for form, (train, test, meta, _) in _FORMS.items():
         if is_file and own in (*train, test) and _exists(files, meta):
             return form, "", (own,)
-        for folder in () if is_file else ("", f"{form}/"):
-            if all(_exists(files, folder + name) for name in (train[0], test, meta)):
+        for folder, first in (("", (train[0], False)), (f"{form}/", (form, True))):
+            if first in top and not is_file and all(_exists(files, folder + name) for name in (train[0], test, meta)):
                 return form, folder, train
     return None
 
