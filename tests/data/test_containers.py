@@ -97,14 +97,14 @@ def test_tars_of_others(tmp_path):
             image = io.BytesIO()
             picture(3).save(image, "PNG")
             writer.write({"__key__": key, "png": image.getvalue(), "seg.png": b"mask", "mp4": b"film",
-                          "cls": label.encode(), "txt": b" a text \n", "json": b"[1]"})
+                          "cls": label.encode(), "txt": b" a text \n another \n", "json": b"[1]"})
     def samples(suffixes, **more):
         layout = recognised(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
         return [(sample.place.name, sample.label, sample.captions, layout.read(sample.place))
                 for part in layout.parts() for sample in layout.samples(part)]
     assert [row[:3] for row in samples(SUFFIXES)] == [("a.tar/b/0", "cat", ()), ("a.tar/b/1", "dog", ())]
-    assert samples((".mp4",), captions=True, labels="none") == [("a.tar/b/0", None, ("a text",), b"film"),
-                                                                ("a.tar/b/1", None, ("a text",), b"film")]
+    assert samples((".mp4", ".png"), noun="clips", captions=True, labels="none") == [
+        (f"a.tar/b/{number}", None, ("a text", "another"), b"film") for number in (0, 1)]
 
 
 @pytest.mark.parametrize("name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "),

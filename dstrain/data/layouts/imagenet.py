@@ -170,7 +170,8 @@ class FlatVal(Layout):
         return self.files.local(place.name)
 
     def watched(self) -> list[str]:
-        return [".", str(_truth(self.root))]
+        truth = _truth(self.root)
+        return ["."] if truth is None else [".", str(truth), str(truth.with_name("meta.mat"))]
 
 
 def titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:

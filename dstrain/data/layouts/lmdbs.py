@@ -5,7 +5,7 @@
     data.path=lsun/{tower,bridge}_val_lmdb/data.mdb     these
 
 The file is only read, without its lock, and a value by its place, which the pages of the tree tell. The library `lmdb`
-follows the numbers in a file unchecked: a damaged one ends the process that reads it, and so would every worker.
+maps the file and checks no size: a truncated one ends every process that reads it (SIGBUS).
 The format: mdb.c of LMDB 0.9, as machines of 64 bits write it that store the low byte first.
 """
 

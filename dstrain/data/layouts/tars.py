@@ -5,17 +5,19 @@
     data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
-name. Captions are in .txt, else in .json as "caption". A tar file is never extracted: one pass over its headers finds
+name. Captions are in .txt, one a line, else in .json (beside.py). A tar file is never extracted: one pass over its headers finds
 where members lie, and they are read by offset. Names in it are data, never paths. Only regular members are read; links,
 devices and sparse files are passed over. Of repeated members the first counts.
 """
 
+import contextlib
 import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from dstrain.data.files import Files
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
+from dstrain.data.layouts.beside import in_json, in_text
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -31,14 +33,10 @@ _ENDS = (".tar", *_UNPACK)
 class Tars(Layout):
     """A sample is a member of a shard; `offset` and `size` are its bytes there, and its name begins with the shard's.
 
-    num_uncaptioned: samples without a caption that were left out where captions are needed.
+    Its note "uncaptioned" is the number of images that were left out, where captions are needed; clips need none.
     """
 
     kind = "webdataset tars"
-
-    def __init__(self, root: str, files: Files, request: Request) -> None:
-        super().__init__(root, files, request)
-        self.num_uncaptioned = 0
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -70,9 +68,9 @@ class Tars(Layout):
             sample = members[key]
             if "place" not in sample:
                 continue
-            captions = sample.get("txt") or sample.get("caption") or ()
-            if self.request.captions and not captions:
-                self.num_uncaptioned += 1
+            captions = sample.get("txt") or sample.get("captions") or ()
+            if self.request.captions and not captions and self.request.noun != "clips":
+                self.notes["uncaptioned"] = self.notes.get("uncaptioned", 0) + 1
                 continue
             label = sample.get("cls", sample.get("label"))
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
@@ -100,7 +98,7 @@ class Tars(Layout):
                         continue
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     if f".{suffix}".lower() in self.request.suffixes:
-                        sample.setdefault("place", (member.offset_data, member.size))
+                        self._add_place(sample, f".{suffix}".lower(), member)
                     elif suffix.lower() in ("cls", "json", "txt"):
                         self._add_text(sample, suffix.lower(), file, member)
                 file.seek(archive.offset)
@@ -113,6 +111,13 @@ class Tars(Layout):
                               "anew, or take it away") from None
         return members
 
+    def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
+        """The first image of a key counts; of clips the video, and not the picture that is shown for it."""
+        is_clip = self.request.noun == "clips"
+        rank = self.request.suffixes.index(suffix) if is_clip else 0         # videos stand before pictures
+        if "place" not in sample or rank < sample["rank"]:
+            sample |= {"place": (member.offset_data, member.size), "rank": rank}
+
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
@@ -120,22 +125,18 @@ class Tars(Layout):
             return
         file.seek(member.offset_data)
         content = file.read(min(member.size, _MOST_TEXT))
-        if kind != "json":
-            text = _decoded(content)
-            sample[kind] = (text,) if kind == "txt" else _label(text)
-            return
-        sample[kind] = None
-        try:
-            fields = small.parse_json(content)
-        except ValueError:
-            return
-        if isinstance(fields, dict):
-            label, captions = fields.get("label"), fields.get("caption")
-            if wants_labels and type(label) in (int, str):
-                sample["label"] = label if type(label) is int else _label(label)
-            captions = [captions] if isinstance(captions, str) else captions
-            if wants_captions and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
-                sample["caption"] = tuple(text.strip() for text in captions)
+        if kind == "txt":
+            sample[kind] = in_text(_decoded(content)) or ("",)           # a caption that cannot be read: a bad sample
+        elif kind == "cls":
+            sample[kind] = _label(_decoded(content))
+        else:
+            sample[kind] = True
+            with contextlib.suppress(ValueError):                        # no JSON
+                sample["captions"] = in_json(content) if wants_captions else ()
+            with contextlib.suppress(ValueError, AttributeError):        # no JSON, or no section
+                label = small.parse_json(content).get("label")
+                if wants_labels and type(label) in (int, str):
+                    sample["label"] = label if type(label) is int else _label(label)
 
 
 class _Headers:
