@@ -25,7 +25,7 @@ _SEARCHED = 64                             # bytes of a value that are searched 
 
 
 class ArrowFile:
-    """A mapped file; `where` is what messages call it. ConfigError: it is no Arrow file, or is cut off, or compressed."""
+    """A mapped file, which messages call `where`. ConfigError: it is no Arrow file, or is cut off, or compressed."""
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
@@ -101,7 +101,10 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 class ParquetRows:
-    """A parquet file; `where` is what messages call it. ConfigError: it is none, or is cut off or damaged, or has row groups beyond 1 GB."""
+    """A parquet file, which messages call `where`.
+
+    ConfigError: it is none, or is cut off or damaged, or has row groups beyond 1 GB.
+    """
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
@@ -153,8 +156,8 @@ class ParquetRows:
         return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
     def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is cut "
-                           "off or damaged; make it anew, or take it away")
+        return ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is "
+                           "cut off or damaged; make it anew, or take it away")
 
 
 class PlainChunk:
