@@ -132,11 +132,12 @@ def _share(one: str, other: str) -> bool:
 
 
 def _data_path_problem(key: str, path: str) -> str | None:
+    from dstrain.data.layouts import is_elsewhere
     from dstrain.data.sources import BUILTINS
 
     if path.startswith("builtin:"):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
-    if "{" in path and not os.path.exists(path):                         # a pattern, such as shards/{00..99}.tar
+    if is_elsewhere(path):                        # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"

@@ -28,9 +28,14 @@ LAYOUTS: tuple[type[Layout], ...] = (
     Metadata, Beside, FlatVal, AllClips, AllFiles, ListedClips, ListedFolders, Clips, Folders)
 
 
+def is_elsewhere(path: str) -> bool:
+    """Whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
+    return is_address(path) or path.startswith(HUB) or before_pattern(path) is not None and not Path(path).exists()
+
+
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
-    if not (is_address(path) or path.startswith(HUB) or "{" in path or Path(before_pattern(path) or path).exists()):
+    if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
     return files_at(path, request.cache)
 

@@ -25,10 +25,10 @@ _SEARCHED = 64                             # bytes of a value that are searched 
 
 
 class ArrowFile:
-    """A mapped file. ConfigError: it is no Arrow file, or is cut off, or compressed."""
+    """A mapped file, which messages call `where`. ConfigError: it is no Arrow file, or is cut off, or compressed."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+    def __init__(self, path: Path, where: str) -> None:
+        self.where = where
         try:
             with pa.memory_map(str(path)) as file:
                 self._bytes = file.read_buffer(file.size())            # a view: nothing is read
@@ -59,7 +59,7 @@ class ArrowFile:
 
     def _batch(self, message: pa.Message) -> pa.RecordBatch:
         if _is_compressed(message.metadata):
-            raise ConfigError(f"{self.name} is compressed inside, so that each sample would cost a whole batch: write "
+            raise ConfigError(f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
                               "it without compression, or as parquet")
         try:
             return pa.ipc.read_record_batch(message, self.schema)
@@ -67,7 +67,7 @@ class ArrowFile:
             raise self._broken(error) from None
 
     def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.name} is no readable Arrow file ({' '.join(str(error).split())[:200]}): it is cut "
+        return ConfigError(f"{self.where} is no readable Arrow file ({' '.join(str(error).split())[:200]}): it is cut "
                            "off or damaged; make it anew, or take it away")
 
 
@@ -101,10 +101,13 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 class ParquetRows:
-    """A parquet file. ConfigError: it is none, or is cut off or damaged, or has row groups beyond 1 GB."""
+    """A parquet file, which messages call `where`.
 
-    def __init__(self, files: Files, name: str) -> None:
-        self.files, self.name = files, name
+    ConfigError: it is none, or is cut off or damaged, or has row groups beyond 1 GB.
+    """
+
+    def __init__(self, files: Files, name: str, where: str) -> None:
+        self.files, self.name, self.where = files, name, where
         try:
             self._file = pq.ParquetFile(files.open(name))
         except (ConfigError, NotRead):                                 # of the store, not of the file
@@ -133,7 +136,7 @@ class ParquetRows:
             if chunk.physical_type != "BYTE_ARRAY":
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
-                raise ConfigError(f"{self.name} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
+                raise ConfigError(f"{self.where} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
                                   "which each worker would hold one: write it anew with row groups of some 100 rows")
             if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 return None
@@ -153,8 +156,8 @@ class ParquetRows:
         return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
     def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.name} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is cut "
-                           "off or damaged; make it anew, or take it away")
+        return ConfigError(f"{self.where} is no readable parquet file ({' '.join(str(error).split())[:200]}): it is "
+                           "cut off or damaged; make it anew, or take it away")
 
 
 class PlainChunk:

@@ -98,6 +98,9 @@ class Tables(Layout):
     def _schema(self, part: str) -> Any:
         raise NotImplementedError
 
+    def _where(self, part: str) -> str:
+        return f"{self.request.key}={self.root}: {part}"
+
     def _sample(self, place: Place, row: dict[str, Any]) -> Sample:
         """A sample of its label and captions."""
         columns, label, captions = self.columns, None, []
@@ -174,7 +177,7 @@ class ArrowTables(Tables):
         for at, batch in self._file(part).batches():
             kept = [batch.schema.get_field_index(name) for name in self._read_columns]
             if -1 in kept or batch.schema.get_field_index(self.columns.image) < 0:
-                raise ConfigError(f"{self.request.key}={self.root}: {part} has other columns than the first file")
+                raise ConfigError(f"{self._where(part)} has other columns than the first file")
             for row, values in enumerate(_arrow().values_of(batch.select(kept))):
                 yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values)
 
@@ -186,7 +189,7 @@ class ArrowTables(Tables):
     def _file(self, part: str) -> Any:
         with self._lock:
             if part not in self._open:
-                self._open[part] = _arrow().ArrowFile(self.files.local(part), part)
+                self._open[part] = _arrow().ArrowFile(self.files.local(part), self._where(part))
                 if len(self._open) > _MAPPED:
                     self._open.popitem(last=False)
             return self._open[part]
@@ -206,23 +209,24 @@ class ParquetTables(Tables):
         if first is None:
             return False
         from dstrain.data.layouts.table_columns import image_columns
-        return bool(image_columns(_arrow().ParquetRows(files, first).schema, request))
+        return bool(image_columns(_arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema, request))
 
     def _schema(self, part: str) -> Any:
-        return _arrow().ParquetRows(self.files, part).schema
+        return _arrow().ParquetRows(self.files, part, self._where(part)).schema
 
     def advice(self) -> str:
-        file = _arrow().ParquetRows(self.files, self.parts()[0])
+        part = self.parts()[0]
+        file = _arrow().ParquetRows(self.files, part, self._where(part))
         size, is_plain = file.stored(self.columns.image)
         return "" if is_plain or size < _HUGE else (
             f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of one: "
             "launch/pack.py writes them as shards that are read sample by sample")
 
     def samples(self, part: str) -> Iterator[Sample]:
-        file, image, count = _arrow().ParquetRows(self.files, part), self.columns.image, 0
+        file, image, count = _arrow().ParquetRows(self.files, part, self._where(part)), self.columns.image, 0
         missing = {image, *self._read_columns} - set(file.schema.names)
         if missing:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} has no column {', '.join(sorted(missing))}, as "
+            raise ConfigError(f"{self._where(part)} has no column {', '.join(sorted(missing))}, as "
                               f"the first file has; it has {', '.join(file.schema.names)}")
         for group in range(len(file)):
             chunk, row = file.plain(group, image), 0
@@ -250,7 +254,7 @@ class ParquetTables(Tables):
         if self._open.get("group") != (part, group):
             self._open.clear()
             batches, size = [], 0
-            for batch in _arrow().ParquetRows(self.files, part).rows(group, [self.columns.image]):
+            for batch in _arrow().ParquetRows(self.files, part, self._where(part)).rows(group, [self.columns.image]):
                 batches.append(batch.column(0))
                 size += batch.nbytes
                 if size > _arrow().MAX_GROUP:
