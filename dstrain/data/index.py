@@ -8,6 +8,8 @@
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
 
+import itertools
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -118,32 +120,33 @@ class Index:
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
         if self.folder is None:
-            members = [np.concatenate(parts) for parts in zip(*_members(self, held_out))]
-            return _counted(self, members[split == "held_out"])
+            parts = list(_members(self, held_out, split == "held_out"))
+            names = blake2b(b"".join(text for _, text in parts), digest_size=8)
+            return _counted(self, np.concatenate([rows for rows, _ in parts]), names)
         folder = self._split_folder(held_out)
         header = read_sealed(folder / HEADER)
         if header is None:
-            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index=FOLDER,"
-                              " a folder that all machines share")
+            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index="
+                              "FOLDER, a folder that all machines share")
         row = header[split]
         return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
 
     def write_splits(self, held_out: float) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there."""
-        folder = self._split_folder(held_out)
+        folder, header = self._split_folder(held_out), {}
         if not held_out or read_sealed(folder / HEADER) is not None:
             return
         with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
             folder.mkdir(exist_ok=True)
-            header = {}
-            with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as unseen:
-                for parts in _members(self, held_out):
-                    for file, part in zip((train, unseen), parts):
-                        file.write(part.tobytes())
-                        dtype = part.dtype.name
             for name in ("train", "held_out"):
-                split = _counted(self, _mapped(folder / f"{name}.bin", dtype))
-                header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
+                names = blake2b(digest_size=8)
+                with open(folder / f"{name}.bin", "wb") as file:
+                    for rows, text in _members(self, held_out, name == "held_out"):
+                        file.write(rows.tobytes())
+                        names.update(text)
+                split = _counted(self, _mapped(folder / f"{name}.bin", rows.dtype.name), names)
+                header[name] = {"number": split.number, "dtype": rows.dtype.name, "counts": split.counts,
+                                "names": split.names}
             atomic.write(folder / HEADER, sealed.render(header))
 
     def _split_folder(self, held_out: float) -> Path:
@@ -181,22 +184,21 @@ class Index:
         return getattr(self, name)
 
 
-def _members(index: Index, held_out: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The rows that are trained on and those held out, of a chunk of the index after the other."""
+def _members(index: Index, held_out: float, unseen: bool) -> Iterator[tuple[np.ndarray, bytes]]:
+    """The rows that are held out, or those that are not, and their names, of a chunk of the index after the other."""
     dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
+    bound = math.ceil(held_out * 2.0 ** 64)      # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
         block = index.names(start, min(start + CHUNK, len(index)))
-        digests = b"".join(blake2b(name, digest_size=8).digest() for name in block)
-        unseen = np.array([value < held_out * 2.0 ** 64 for value in np.frombuffer(digests, "<u8").tolist()], bool)
-        rows = np.arange(start, start + len(block), dtype=dtype)
-        yield rows[~unseen], rows[unseen]
+        digests = b"".join([blake2b(name, digest_size=8).digest() for name in block])
+        own = (np.frombuffer(digests, "<u8") < np.uint64(bound)) == unseen
+        yield np.arange(start, start + len(block), dtype=dtype)[own], b"".join(itertools.compress(block, own.tolist()))
 
 
-def _counted(index: Index, members: np.ndarray) -> Split:
-    names, counts = blake2b(digest_size=8), np.zeros(len(index.classes), np.int64)
-    for start in range(0, len(members), CHUNK):
-        names.update(b"".join(index.name_bytes(row) for row in members[start:start + CHUNK].tolist()))
+def _counted(index: Index, members: np.ndarray, names: Any) -> Split:
+    """The split of these rows. names: a hash of their names so far."""
+    counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.labels(members[start:start + CHUNK])
         names.update(labels.tobytes())

@@ -185,7 +185,7 @@ def test_other_pairs_of_the_same_names(tmp_path, tower):
         source = open_captioned(tars(tmp_path / text, data), 16)
         assert len(pickle.loads(pickle.dumps(source))) == COUNT
         said.append(source.fingerprint())
-    assert said[0] != said[1] and said[0].split(" captions=")[0] == said[1].split(" captions=")[0]
+    assert said[0] != said[1] and said[0].split(" contents=")[0] == said[1].split(" contents=")[0]
 
 
 def test_unreadable_pairs(tmp_path, tower):

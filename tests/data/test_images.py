@@ -14,7 +14,6 @@ from PIL import Image
 
 from dstrain.data import indexed as folder_module
 from dstrain.data import images, pixels
-from dstrain.data.folder import Names
 from dstrain.data.images import FASHION, open_images
 from dstrain.data.pixels import center_crop, read_image, to_tensor
 from dstrain.data.source import BadSample
@@ -329,15 +328,6 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
     asked.clear()
     assert sampled != source.contents() and len(asked) == 6
-
-
-def test_names_are_a_list():
-    """Oracle: the list of strings itself, with empty, non-ASCII and undecodable names."""
-    names = ["", "a/b.png", "\u00e9\u4e2d.png", os.fsdecode(b"\xff.png")]
-    packed = pickle.loads(pickle.dumps(Names(names)))
-    assert [packed[i] for i in range(len(packed))] == names
-    with pytest.raises(IndexError):
-        packed[4]
 
 
 @pytest.mark.parametrize("wrong", [dict(channels=2), dict(split="test"), dict(held_out=1.0)])

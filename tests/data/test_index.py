@@ -74,9 +74,11 @@ def test_what_it_holds(tmp_path_factory, tree, share):
 def test_one_source_wherever_it_is_kept(tmp_path):
     """Oracle: the source in memory: fingerprint, batches with and without workers, and a second pass of Pillow."""
     root = folder(tmp_path / "d", 3, 8)
+    picture(5).save(undecodable := os.path.join(root, "c1", os.fsdecode(b"\xff.png")))
     for share in (0.0, 0.3):
         memory, disk = (open_images(root, 16, held_out=share, index=kept) for kept in (None, tmp_path / "i"))
         assert memory.index.folder is None and disk.index.folder is not None
+        assert share or memory.name(16) == os.path.relpath(undecodable, root) == disk.name(16)
         assert memory.fingerprint() == disk.fingerprint() and memory.contents() == disk.contents()
         batches = []
         for source, num_workers in ((memory, 0), (disk, 0), *([(disk, 2)] if share else [])):
@@ -182,7 +184,7 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     """
     monkeypatch.setattr(layouts, "LAYOUTS", (Bundle, *layouts.LAYOUTS))
     monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle, *layouts.LAYOUTS))
-    texts = [["one"], ["a", "b\u00e9"], ["", "x"], ["four", "4", "iv"]]
+    texts = [["one"], ["a", "b\u00e9"], ["z", "x"], ["four", "4", "iv"]]
     root = bundle(tmp_path / "d", labels, texts)
     request = Request(SUFFIXES, captions=True)
     for kept in (None, tmp_path / "i", tmp_path / "i"):
