@@ -9,7 +9,6 @@ is kept in a file that all ranks and workers map, so that none of them holds a l
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -123,11 +122,18 @@ def _sorted(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_ups
         buckets = np.empty(len(whole), np.uint16)
         header = _choose(buckets, whole, sizes, shapes, max_upscale)
         return header, _Members(array=_filled(np.empty(sum(header["counts"]), dtype), buckets, header["counts"]))
-    header = read_sealed(folder / HEADER)
+    header = _whole(folder, dtype)
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
             header = _written(whole, sizes, shapes, max_upscale, folder, dtype)
     return header, _Members(folder / "members.bin", dtype)
+
+
+def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
+    """What stands in the folder; None: it is not there, or damaged."""
+    header, path = read_sealed(folder / HEADER), folder / "members.bin"
+    size = header and max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
+    return header if header and path.is_file() and path.stat().st_size == size else None
 
 
 def _written(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_upscale: float | None, folder: Path,
@@ -143,12 +149,14 @@ def _written(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_up
         _filled(members, buckets, header["counts"]).flush()
         (building / "by_sample.bin").unlink()
         atomic.write(building / HEADER, sealed.render(header))
-        with suppress(OSError):                                # another command was faster
+        if _whole(folder, dtype) is None:
+            shutil.rmtree(folder, ignore_errors=True)          # damaged
             atomic.publish(building, folder)
+    except OSError:
+        if _whole(folder, dtype) is None:                      # else another command was faster by a moment
+            raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    if read_sealed(folder / HEADER) is None:
-        raise ConfigError(f"{folder} holds no whole list of buckets and cannot be replaced: remove it")
     return header
 
 

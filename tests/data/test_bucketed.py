@@ -85,6 +85,11 @@ def test_an_index_on_a_disk(folder, tmp_path):
     again.members.at(0)
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[5]["image"], plain[5]["image"])
+    sizes = {path: path.stat().st_size for path in files}
+    for path in files:                             # damaged, both are made anew
+        path.write_bytes(path.read_bytes()[:-1])
+        assert opened(folder, index=str(tmp_path))[0].name(39) == plain.name(39)
+        assert path.stat().st_size == sizes[path]
     assert len(opened(folder, index=str(tmp_path), max_upscale=1.5)[0]) == 37
     assert len(opened(folder, index=str(tmp_path), held_out=0.5)[0]) < 40
 

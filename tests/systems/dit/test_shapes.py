@@ -13,6 +13,7 @@ from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import Request
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT, DiTBlock, SizeEmbedder
+from tests.support import first_stage
 
 TINY = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 2, "num_heads": 2,
         "num_classes": 10}
@@ -186,3 +187,16 @@ def test_a_model_of_sizes_learns_and_draws():
     assert calls == [[[6, 12, 0, 0, 6, 12]] * 4]
     with pytest.raises(ConfigError, match="size_conditions=false"):
         system.loss("denoiser", {"denoiser": watched}, system.encode(batch_of(12, 6)))
+
+
+def test_latents_of_any_size(tmp_path):
+    """Oracle: the autoencoder by itself, whose latents are half as wide and high; the size that is asked for."""
+    stage = {"path": str(first_stage.save(tmp_path / "stage", channels=1, depth=2)), "factor": 2}
+    system = build(first_stage=stage, image_size=16, in_channels=3, sizes=[[16, 16], [24, 12]])
+    batch = batch_of(24, 12)
+    latents = system.encode(batch)["x_start"]
+    assert latents.shape == (3, 3, 6, 12)
+    assert torch.equal(latents, system.first_stage.encode(batch["image"].float() / 127.5 - 1, batch["key"]))
+    nets = {"denoiser": network(6, in_channels=3)}
+    assert system.loss("denoiser", nets, system.encode(batch))["loss"].isfinite()
+    assert system.sample(nets, Request(torch.arange(2), num_steps=2, size=(24, 12))).shape == (2, 1, 12, 24)
