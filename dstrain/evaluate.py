@@ -182,7 +182,8 @@ def _other_data(options: EvaluateOptions, run: Run, classes: int | None) -> Sour
         # Labels follow the class names of the training data.
         places = (data.path, "held_out", path) if labelled else (path, "all", None)
         source = open_images(places[0], data.image_size, channels=data.channels, split=places[1],
-                             held_out_path=places[2], draft=data.draft, request=request_of(data))
+                             held_out_path=places[2], draft=data.draft, request=request_of(data),
+                             sizes=data.size_conditions)
     if labelled and not source.classes:
         raise ConfigError(f"--data {path} has no class folders and the model knows {classes} classes: put the images "
                           "into folders named as those of the training data")

@@ -137,7 +137,8 @@ def _device(estimate: Estimate) -> list[str]:
 
 def _step(estimate: Estimate) -> list[str]:
     counts, time = estimate.counts, estimate.time
-    lines = ["", f"a step of a rank: {_short(counts.flops)}FLOP"
+    largest = " in the largest bucket" if estimate.run.data.buckets else ""
+    lines = ["", f"a step of a rank{largest}: {_short(counts.flops)}FLOP"
              + (f", and {_short(counts.recomputed)}FLOP done again" if counts.recomputed else "")]
     lines += [f"  {call.operation:14} {call.count:8.4g} calls {_short(call.bytes):>9}B  among {call.ranks:,}"
               for call in counts.collectives]

@@ -39,7 +39,7 @@ RULES = {
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
 A_VERB = (*(room for room in RULES if room not in ("command", "bench")), "__version__")
 VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "export", "reconstruct", "sweep", "adopt",
-         "plan", "notebook", "keep")
+         "plan", "notebook", "keep", "index_data")
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
 A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
            "systems.phenaki")
@@ -60,7 +60,7 @@ OWNERS = {
 # What may be called while a module is imported: it makes a value and does no work.
 VALUES = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "dict.fromkeys", "Path", "TypeVar", "np.uint64",
           "Field", "field", "BeforeValidator", "ConfigDict", "fixed", "filled_in", "Resume", "torch.device",
-          "threading.local", "_class.add_implicit_resolver", "Chip", "Metric"}
+          "threading.local", "_class.add_implicit_resolver", "Chip", "Metric", "Struct"}
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 
 

@@ -148,7 +148,7 @@ def size(text: str) -> tuple[int, int]:
     """320x192: width and height."""
     sides = text.lower().split("x")
     if len(sides) != 2:
-        raise argparse.ArgumentTypeError(f"{text} is no WIDTHxHEIGHT in pixels, such as 320x192")
+        raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
     return positive(sides[0]), positive(sides[1])
 
 

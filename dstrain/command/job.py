@@ -73,9 +73,9 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         require_kind(run.data, run.system, schema.learns_from, systems.learners)
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
-        if (run.data.buckets or run.data.size_conditions) and not config.takes_sizes:
-            problems.append(f"data.buckets and data.size_conditions: {run.system} learns from images of one size: leave "
-                            "them out, or choose system=dit")
+        problems += [f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
+                     for entry, field in (("buckets", "sizes"), ("size_conditions", "size_conditions"))
+                     if getattr(run.data, entry) and field not in schema.model_fields]
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:
             problems.append(f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
@@ -117,6 +117,8 @@ def _data_path_problem(key: str, path: str) -> str | None:
 
     if path.startswith("builtin:"):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
+    if "{" in path and not os.path.exists(path):                         # a pattern, such as shards/{00..99}.tar
+        return None
     if not os.path.exists(path):
         return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):

@@ -108,7 +108,9 @@ def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str
     width, zero = 4 if precision(settings) == "fp32" else 2, stage(settings)
     kept = checkpoint / (world if zero else 1) + (width * learned / (world if zero == 3 else 1) if width == 2 else 0)
     try:
-        work = f"; a step is {step_flops(system, run.batch.global_, run.steps - 1) / world / 1e12:.3g} TFLOP a rank"
+        largest = " of the largest bucket" if run.data.buckets else ""
+        work = step_flops(system, run.batch.global_, run.steps - 1) / world / 1e12
+        work = f"; a step{largest} is {work:.3g} TFLOP a rank"
     except (RuntimeError, TypeError, ValueError):                # as command/probe.py meets them on the meta device
         work = ""
     weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())

@@ -29,7 +29,7 @@ from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.recipe.shapes import Shape
 
-_OUT = np.iinfo(np.uint16).max                 # the bucket of samples that are left out
+_OUT = 65535                                   # uint16, the bucket of samples that are left out
 
 
 @dataclass

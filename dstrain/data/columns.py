@@ -3,6 +3,7 @@
 import os
 import sys
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dstrain.data.layouts.base import Layout, Sample
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError
 
+_RENUMBERED = "label.new"                  # the column of labels, once classes are sorted
 _LARGEST = 1 << 30                         # label
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
@@ -22,8 +24,10 @@ _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 class Columns:
     """Columns that grow: in memory, or with a folder on the disk, where `write` empties what is in memory."""
 
-    def __init__(self, folder: Path | None = None, state: dict[str, Any] | None = None) -> None:
-        state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": [], "most": 0}
+    def __init__(self, folder: Path | None = None, classes: Sequence[str] = (),
+                 state: dict[str, Any] | None = None) -> None:
+        """classes: those that are known; others are numbered as they come. state: what `state` has returned."""
+        state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
         self.number: int = state["number"]
         self.sizes: dict[str, int] = dict(state["sizes"])      # bytes on the disk
@@ -110,15 +114,18 @@ class Columns:
                     os.fsync(file.fileno())
             self.buffers[name] = self._buffer(name)
 
-    def synced(self) -> dict[str, Any]:
-        """The state to go on from, once all is on the disk."""
-        self.write(durable=True)
-        return {"number": self.number, "sizes": self.sizes, "kinds": self.kinds, "classes": list(self.numbers),
+    def state(self) -> dict[str, Any]:
+        """What one can go on from, once `write` was called."""
+        sizes = {name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
+                 for name, buffer in self.buffers.items()}
+        return {"number": self.number, "sizes": sizes, "kinds": self.kinds, "classes": list(self.numbers),
                 "most": self.most}
 
-    def finished(self, layout: Layout, folder: Path | None) -> Index:
+    def finished(self, layout: Layout) -> Index:
         """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
-        request = layout.request
+        request, folder = layout.request, self.folder
+        if folder is not None:
+            self.write()
         if not self.number:
             raise ConfigError(f"{request.key}={layout.root}: no {request.noun} in it; files ending in "
                               f"{' '.join(request.suffixes)} are read, in any case")
@@ -131,8 +138,8 @@ class Columns:
             elif not self.sizes[name]:
                 columns[name] = b"" if dtype is None else np.empty(0, dtype)
             else:
-                columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r+")
-        classes, counts = self._labels(layout, columns.get("label"))
+                columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
+        classes, counts = self._labels(layout, columns)
         names, rest = _digests(columns, self.number)
         header = {"version": VERSION, "layout": type(layout).__name__, "number": self.number, "classes": list(classes),
                   "labelled": kind != "none", "most_captions": self.most, "counts": counts, "names": names,
@@ -140,38 +147,48 @@ class Columns:
                   "columns": self.sizes, "notes": layout.notes}
         if folder is None:
             return Index(header, columns)
-        for column in columns.values():
-            if isinstance(column, np.memmap):
-                column.flush()
+        (folder / "journal.jsonl").unlink(missing_ok=True)     # with other labels, nobody may go on from here
+        if (folder / _RENUMBERED).exists():
+            os.replace(folder / _RENUMBERED, folder / "label.bin")
         atomic.write(folder / HEADER, sealed.render(header))
         return Index(header, columns, folder)
 
-    def _labels(self, layout: Layout, column: np.ndarray | None) -> tuple[tuple[str, ...], list[int]]:
+    def _labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
         """The classes and how many samples each has; numbers of names become places among the sorted classes."""
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
             return (), []
+        where = f"{layout.request.key}={layout.root}"
         if kind == "str":
             classes = classes or tuple(sorted(names))
             places = {name: place for place, name in enumerate(classes)}
             if unknown := [name for name in names if name not in places]:
-                raise ConfigError(f"{layout.request.key}={layout.root}: the labels {few(unknown)} are not among the "
-                                  f"{len(classes)} classes {few(classes)}")
-            renumbered = np.array([places[name] for name in names], np.int32)
-        counts = np.zeros(0, np.int64)
+                raise ConfigError(f"{where}: the labels {few(unknown)} are not among the {len(classes)} classes "
+                                  f"{few(classes)}")
+            if list(classes) != names:
+                self._renumber(columns, np.array([places[name] for name in names], np.int32))
+        counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
             stop = min(start + CHUNK, self.number)
-            labels = np.zeros(stop - start, np.int32) if column is None else column[start:stop]
-            if kind == "str" and column is not None:
-                column[start:stop] = labels = renumbered[labels]
+            labels = columns["label"][start:stop] if "label" in columns else np.zeros(stop - start, np.int32)
             more = np.bincount(labels, minlength=len(counts))
             more[:len(counts)] += counts
             counts = more
         classes = classes or tuple(map(str, range(len(counts))))
         if len(counts) > len(classes):
-            raise ConfigError(f"{layout.request.key}={layout.root}: the label {len(counts) - 1} is not among the "
-                              f"{len(classes)} classes")
-        return classes, np.pad(counts, (0, len(classes) - len(counts))).tolist()
+            raise ConfigError(f"{where}: the label {len(counts) - 1} is not among the {len(classes)} classes")
+        return classes, counts.tolist()
+
+    def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
+        """Puts the label of each sample in another column, or file: the old one is what one can go on from."""
+        old = columns["label"]
+        if self.folder is None:
+            columns["label"] = places[old]
+            return
+        with open(self.folder / _RENUMBERED, "wb") as file:
+            for start in range(0, self.number, CHUNK):
+                file.write(places[old[start:start + CHUNK]].tobytes())
+        columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")
 
 
 def _digests(columns: dict[str, Any], number: int) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
 
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import BinaryIO, NamedTuple
 
 from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
+
+_MOST_NAMES = 1_000_000                    # that a pattern stands for
 
 
 class Stat(NamedTuple):
@@ -42,16 +45,27 @@ class Files(ABC):
 
 
 class LocalFiles(Files):
-    """A folder, or a single file, on this machine; of a file, its own name is the only one below the root."""
+    """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
+
+    single: the name of a single file, which is the only one below the root. Of a pattern, names are relative to the
+    last folder before its first brace, and whether the files are there shows when they are read.
+    """
 
     def __init__(self, root: str | Path) -> None:
-        path = Path(root)
-        self.single = path.name if path.is_file() else None
-        self.root = str(path.parent if self.single else path)
+        path = str(root)
+        self.single = os.path.basename(path) if os.path.isfile(path) else None
+        self.listed: list[str] = [self.single] if self.single else []
+        self.root = os.path.dirname(path) if self.single else path
+        if "{" in path and not os.path.exists(path):
+            self.root = path[:path.index("{")].rpartition("/")[0]
+            self.listed = [name[len(self.root):].lstrip("/") for name in expanded(path)]
+        self.root = str(Path(self.root))
 
     def names(self, folder: str = "") -> list[tuple[str, bool]]:
-        if self.single is not None:
-            return [(self.single, False)]
+        if self.listed:
+            start = len(folder) + 1 if folder else 0
+            below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
+            return sorted({(name.split("/")[0], "/" in name) for name in below})
         with os.scandir(os.path.join(self.root, folder)) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if entry.name[0] != ".")
 
@@ -76,3 +90,24 @@ class LocalFiles(Files):
 
     def local(self, name: str) -> Path:
         return Path(self.root, name)
+
+
+def expanded(pattern: str) -> list[str]:
+    """What a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
+
+    ConfigError: a brace without its other one, no names, or more than a million.
+    """
+    names = [pattern]
+    while brace := re.search(r"\{([^{}]*)\}", names[0]):
+        first, last = brace[1].split("..") if re.fullmatch(r"\d{1,9}\.\.\d{1,9}", brace[1]) else ("", "")
+        padded = any(end[:1] == "0" and len(end) > 1 for end in (first, last))
+        width = max(len(first), len(last)) if padded else 1
+        words = range(int(first), int(last) + 1) if first else brace[1].split(",")
+        if not 0 < len(words) * len(names) <= _MOST_NAMES:
+            raise ConfigError(f"{pattern}: {brace[0]} stands for none or for more than {_MOST_NAMES:,} names: write a "
+                              "range as {00000..00099}, the smaller number first, or a list as {a,b}")
+        names = [name.replace(brace[0], word, 1) for name in names
+                 for word in (f"{word:0{width}}" if first else word for word in words)]
+    if "{" in names[0] or "}" in names[0]:
+        raise ConfigError(f"{pattern}: a brace stands alone: write a range as {{00000..00099}}, or a list as {{a,b}}")
+    return names

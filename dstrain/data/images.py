@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dstrain.data.crops import Crop
 from dstrain.data.index import Index
-from dstrain.data.index_build import open_index
+from dstrain.data.index_build import from_first, open_index
 from dstrain.data.indexed import Indexed
 from dstrain.data.layouts.base import Layout, Place, Request
 from dstrain.data.layouts.imagenet import taken_apart
@@ -62,7 +62,7 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if builtin and (held_out_path is None or split == "train"):
         return Fashion(image_size, channels, split)
     if not builtin:
-        path, held_out_path = taken_apart(path, held_out, held_out_path, split == "all")
+        path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all"))
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
     if held_out_path is not None and held_out and not builtin:
@@ -147,16 +147,16 @@ class Images(Indexed):
         """shape: width and height; None: a square of image_size."""
         row = self.row(index)
         place = self.index.place(row)
-        *numbers, caption = chance if isinstance(chance, list) else [chance or 0.0]
+        *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
         with reading(place.name, self.path / place.name):
             item = with_retries(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
             item["label"] = self.label(row)
             if self.captioned:
                 captions = self.index.captions(row)
-                text = captions[int(caption * len(captions))]
-                if not text:
+                caption = captions[int(choice * len(captions))]
+                if not caption:
                     raise ConfigError("its caption is empty, or cannot be read")
-                item["caption"] = packed(text)
+                item["caption"] = packed(caption)
         return item
 
     def captions(self, index: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ An index of few samples is kept in memory instead, in arrays of the same names. 
 
 import mmap
 import os
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ import numpy as np
 
 from dstrain.data.layouts.base import Place
 from dstrain.disk import atomic, sealed
-from dstrain.recipe import ConfigError
+from dstrain.ranks.phases import phases
+from dstrain.recipe import ConfigError, write_errors
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 1
 COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
@@ -109,30 +111,43 @@ class Index:
         return tuple(self._text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
     def split(self, split: str, held_out: float) -> Split:
-        """The split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it."""
+        """The split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it.
+
+        Of an index on a disk, `write_splits` has been called. ConfigError: that has no such split here.
+        """
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
-        folder = None if self.folder is None else self.folder / f"held_out-{held_out!r}"
-        header = None if folder is None else read_sealed(folder / HEADER)
+        if self.folder is None:
+            members = [np.concatenate(parts) for parts in zip(*_members(self, held_out))]
+            return _counted(self, members[split == "held_out"])
+        folder = self._split_folder(held_out)
+        header = read_sealed(folder / HEADER)
         if header is None:
-            made = {name: _split(self, held_out, name == "held_out") for name in ("train", "held_out")}
-            if folder is None or not self._written(folder, made):
-                return made[split]
-            header = read_sealed(folder / HEADER)
+            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index=FOLDER,"
+                              " a folder that all machines share")
         row = header[split]
         return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
 
-    def _written(self, folder: Path, splits: dict[str, Split]) -> bool:
-        """Writes splits beside the index; False where the folder cannot be written."""
-        try:
-            for name, split in splits.items():
-                atomic.write(folder / f"{name}.bin", split.members.tobytes())
-            atomic.write(folder / HEADER, sealed.render({name: {
-                "number": split.number, "dtype": split.members.dtype.name, "counts": split.counts,
-                "names": split.names} for name, split in splits.items()}))
-        except OSError:
-            return False
-        return True
+    def write_splits(self, held_out: float) -> None:
+        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there."""
+        folder = self._split_folder(held_out)
+        if not held_out or read_sealed(folder / HEADER) is not None:
+            return
+        with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
+            folder.mkdir(exist_ok=True)
+            header = {}
+            with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as unseen:
+                for parts in _members(self, held_out):
+                    for file, part in zip((train, unseen), parts):
+                        file.write(part.tobytes())
+                        dtype = part.dtype.name
+            for name in ("train", "held_out"):
+                split = _counted(self, _mapped(folder / f"{name}.bin", dtype))
+                header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
+            atomic.write(folder / HEADER, sealed.render(header))
+
+    def _split_folder(self, held_out: float) -> Path:
+        return self.folder / f"held_out-{held_out!r}"
 
     def _text(self, blob: str, ends: str, index: int) -> bytes:
         column = self._columns[ends]
@@ -166,22 +181,27 @@ class Index:
         return getattr(self, name)
 
 
-def _split(index: Index, held_out: float, unseen: bool) -> Split:
-    bound, names, labels = held_out * 2.0 ** 64, blake2b(digest_size=8), []
+def _members(index: Index, held_out: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The rows that are trained on and those held out, of a chunk of the index after the other."""
     dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
-    parts: list[np.ndarray] = [np.empty(0, dtype)]
     for start in range(0, len(index), CHUNK):
+        phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
         block = index.names(start, min(start + CHUNK, len(index)))
-        hashes = (int.from_bytes(blake2b(name, digest_size=8).digest(), "little") for name in block)
-        own = [place for place, value in enumerate(hashes) if (value < bound) == unseen]
-        names.update(b"".join(block[place] for place in own))
-        parts.append(np.array(own, dtype) + dtype(start))
-    members = np.concatenate(parts)
-    counts = np.zeros(len(index.classes), np.int64)
+        digests = b"".join(blake2b(name, digest_size=8).digest() for name in block)
+        unseen = np.array([value < held_out * 2.0 ** 64 for value in np.frombuffer(digests, "<u8").tolist()], bool)
+        rows = np.arange(start, start + len(block), dtype=dtype)
+        yield rows[~unseen], rows[unseen]
+
+
+def _counted(index: Index, members: np.ndarray) -> Split:
+    names, counts = blake2b(digest_size=8), np.zeros(len(index.classes), np.int64)
+    for start in range(0, len(members), CHUNK):
+        names.update(b"".join(index.name_bytes(row) for row in members[start:start + CHUNK].tolist()))
     for start in range(0, len(members), CHUNK):
         labels = index.labels(members[start:start + CHUNK])
         names.update(labels.tobytes())
-        counts += np.bincount(labels, minlength=len(counts))[:len(counts)]
+        if len(counts):
+            counts += np.bincount(labels, minlength=len(counts))
     return Split(len(members), members, counts.tolist(), names.hexdigest())
 
 

@@ -2,10 +2,12 @@
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
+    FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
-FOLDER is data.index, else `index` in the folder of the run, else of the user's cache. Without data.index, fewer than
-50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the others wait.
+FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
+Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the
+others wait.
 """
 
 import fcntl
@@ -78,12 +80,14 @@ def from_first(make: Callable[[], _T]) -> _T:
 
 
 def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
-    files = files_of(path, request)
-    folder = _folder(kept, run) / _key(path, request)
-    found = _found(folder, path, files, request)
-    if found is not None:
-        return found
-    layout = recognised(path, files, request)
+    files, key = files_of(path, request), _key(path, request)
+    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
+    for folder in folders:
+        found = _found(folder, path, files, request)
+        if found is not None:
+            return found
+    layout, folder = recognised(path, files, request), folders[0]
+    layout.prepare(_unpacked(folder))
     if kept is None and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
@@ -98,18 +102,26 @@ def _key(path: str, request: Request) -> str:
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _folder(kept: str | Path | None, run: Path | None) -> Path:
-    """Where indexes are kept: a run of somebody else may not be written to."""
-    if kept is not None:
-        return Path(kept)
-    existing = run and next((path for path in (run.absolute(), *run.absolute().parents) if path.exists()), None)
-    if existing and (os.access(existing, os.W_OK) or (run / "index").is_dir()):
-        return run / "index"
+def cache_folder() -> Path:
+    """Where launch/index.py keeps indexes, and commands without a run do."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "index"
+
+
+def _usual_folders(run: Path | None) -> list[Path]:
+    """Where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
+    if run is None:
+        return [cache_folder()]
+    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    folders = [run / "index", cache_folder()]
+    return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
 def _building(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
+
+
+def _unpacked(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unpacked")
 
 
 @contextmanager
@@ -135,8 +147,11 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     kinds = {kind.__name__: kind for kind in LAYOUTS}
     if not watched or index.header["layout"] not in kinds:
         return None
-    layout = kinds[index.header["layout"]](path, files, request)
+    if not (kind := kinds[index.header["layout"]]).recognises(path, files, request):
+        return None
+    layout = kind(path, files, request)
     layout.classes, layout.notes = index.classes, index.header["notes"]
+    layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
@@ -171,14 +186,15 @@ def _watch_list(layout: Layout) -> list[str]:
 
 def _in_memory(layout: Layout) -> Index | None:
     """The index of few samples; None: there are more."""
-    columns = Columns()
-    for part in layout.parts():
+    parts = layout.parts()
+    columns = Columns(classes=layout.classes)
+    for part in parts:
         for sample in layout.samples(part):
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
     layout.require_whole()
-    return columns.finished(layout, None)
+    return columns.finished(layout)
 
 
 def _on_disk(layout: Layout, folder: Path) -> Index:
@@ -193,27 +209,13 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         lines.append(journal, json.dumps(plan) + "\n")
-        columns, done = Columns(building), 0
-    synced, noun = time.monotonic(), layout.request.noun
-    with tqdm(total=None, initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
-              desc=f"listing {layout.root}") as bar:
-        for number, part in enumerate(parts[done:], done + 1):
-            for sample in layout.samples(part):
-                columns.add(sample, layout)
-                if columns.number % CHUNK == 0:
-                    columns.write()
-                    bar.update(columns.number - bar.n)
-                    phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}")
-            if number == len(parts) or time.monotonic() - synced > _SYNC:
-                lines.append(journal, json.dumps({"done": number, "notes": layout.notes} | columns.synced()) + "\n")
-                synced = time.monotonic()
-        bar.update(columns.number - bar.n)
+        columns, done = Columns(building, classes=layout.classes), 0
+    _list(layout, columns, parts, done, journal)
     layout.require_whole()
     more = [name for name in _watch_list(layout) if name not in set(watch_list)]      # folders met while listing
     phases().at(f"writing the index of {layout.root}")
-    columns.finished(layout, building)
+    columns.finished(layout)
     atomic.write(building / WATCHED, sealed.render({"names": watch_list + more, "stats": stats + _stats(layout, more)}))
-    journal.unlink()
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -221,6 +223,36 @@ def _on_disk(layout: Layout, folder: Path) -> Index:
         shutil.rmtree(old, ignore_errors=True)
     atomic.publish(building, folder)
     return Index.open(folder)
+
+
+def _list(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
+    """Adds the samples of the parts from `done` on; what the journal says stands on the disk, whatever ends this."""
+    state: dict[str, Any] | None = None
+    synced, noun = time.monotonic(), layout.request.noun
+
+    def sync() -> None:
+        columns.write(durable=True)
+        lines.append(journal, json.dumps(state) + "\n")
+
+    with tqdm(initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None,
+              desc=f"listing {layout.root}") as bar:
+        try:
+            for number, part in enumerate(parts[done:], done + 1):
+                for sample in layout.samples(part):
+                    columns.add(sample, layout)
+                    if columns.number % CHUNK == 0:
+                        columns.write()
+                        bar.update(columns.number - bar.n)
+                        phases().at(f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of "
+                                    f"{len(parts):,}")
+                state = {"done": number, "notes": dict(layout.notes)} | columns.state()
+                if time.monotonic() - synced > _SYNC:
+                    sync()
+                    synced = time.monotonic()
+        finally:
+            if state is not None:
+                sync()
+        bar.update(columns.number - bar.n)
 
 
 def _settle(stats: list[list[int | str]]) -> None:
@@ -242,6 +274,6 @@ def _resumed(building: Path, journal: Path, plan: dict[str, Any], layout: Layout
                 return None, 0
             os.truncate(building / f"{name}.bin", size)
         layout.notes = rows[-1]["notes"]
-        return Columns(building, rows[-1]), rows[-1]["done"]
+        return Columns(building, layout.classes, rows[-1]), rows[-1]["done"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, 0

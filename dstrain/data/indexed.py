@@ -4,11 +4,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
+from dstrain.data.index_build import from_first
 from dstrain.data.layouts.base import Layout
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError
@@ -17,7 +19,7 @@ _ASKED = 10_000                            # files whose sizes are asked for whe
 
 
 class Indexed(Source):
-    """Samples of a split of an index.
+    """Samples of a split of an index; made on all ranks together.
 
     split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
     among, whose places the labels then are; empty for those of the data. key: in messages. ConfigError: unknown
@@ -26,7 +28,8 @@ class Indexed(Source):
 
     def __init__(self, layout: Layout, index: Index, split: str = "all", held_out: float = 0.0,
                  classes: tuple[str, ...] = (), key: str = "data.path") -> None:
-        self.layout, self.index, self.split, self.light = layout, index, split, layout.light
+        self.layout, self.index, self.light = layout, index, layout.light
+        self.split, self._held_out = split, held_out
         self.path = Path(layout.root)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
@@ -37,6 +40,8 @@ class Indexed(Source):
             self.classes = classes
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
+        if index.folder is not None:
+            from_first(lambda: index.write_splits(held_out))
         self.chosen = index.split(split, held_out)
         if not self.chosen.number:
             raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
@@ -141,3 +146,11 @@ class Indexed(Source):
             return self.layout.files.stat(name).size
         except OSError:
             return -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of an index on a disk the split is there, too, and mapped anew."""
+        return self.__dict__ | ({} if self.index.folder is None else {"chosen": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.chosen = self.chosen or self.index.split(self.split, self._held_out)

@@ -9,6 +9,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.source import Source
 from dstrain.disk import small
@@ -18,7 +19,7 @@ LABELS = "dataset.json"
 _LARGEST = 1 << 20                         # label in a dataset.json
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
 _BESIDE = {"", "a", "b", "data", "images", "img", "imgs", "seg", "set"}     # train_images, testB
-_MOST = 1 << 30                            # bytes of a dataset.json: ten million files
+MOST_BYTES = 1 << 30                      # of a dataset.json: ten million files
 _ASKED = 2000                              # names that are searched for a prefix
 
 
@@ -32,10 +33,15 @@ def labels_of_names(root: Path, key: str) -> dict[str, int] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, _MOST)
+        content = small.read_json(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
                           "or take it away, and folders are the classes") from None
+    return parsed_labels(content, root, key)
+
+
+def parsed_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
+    """What a parsed dataset.json says, as `labels_of_names`; None where it is someone else's."""
     if not isinstance(content, dict) or "labels" not in content:
         return None
     rows = content["labels"] or []
@@ -100,7 +106,8 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
     elif number > 1:
         remedy = f", or write {without} for a model without labels" if without else ""
         raise ConfigError(f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-                          f"class into a folder of its own{_about_prefixes(source)}{remedy}")
+                          f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
+                          f"`label`, data.path=FILE.csv{remedy}")
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
         raise ConfigError(f"the held-out data have no classes, and data.path={path} has {classes}: put the files of "
                           "each class into a folder of its own, named as there")

@@ -158,7 +158,7 @@ class Source(ABC):
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
         batch = default_collate(items)             # numbers become int64 (b,)
-        if "size" in batch:                        # what a mirrored crop leaves out on its left was on its right
+        if "right" in batch:                       # what a mirrored crop leaves out on its left was on its right
             right = batch.pop("right")
             if mirrored is not None:
                 batch["size"][mirrored, _LEFT] = right[mirrored]

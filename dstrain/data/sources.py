@@ -12,8 +12,10 @@ from dstrain.data.crops import Crop
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import Images, open_images
+from dstrain.data.index import Index
+from dstrain.data.index_build import cache_folder, from_first, open_index
 from dstrain.data.latents import Latents, is_encoded
-from dstrain.data.layouts.base import Request
+from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.imagenet import taken_apart
 from dstrain.data.moving import MOVING, MovingFashion
 from dstrain.data.pixels import SUFFIXES
@@ -50,14 +52,15 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                 codes.verify()
         return train, unseen
     if not data.path.startswith("builtin:"):
-        path, held_out_path = taken_apart(data.path, data.held_out, data.held_out_path)
+        path, held_out_path = from_first(lambda: taken_apart(data.path, data.held_out, data.held_out_path))
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
         return _open_clips(data, run)
     if data.path == MOVING or _holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
+                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data),
+                  sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return _in_buckets(data, train), _in_buckets(data, open_images(data.path, data.image_size, split="held_out",
@@ -88,6 +91,18 @@ def described(data: Data, source: Source, held_out: Source | None, folder: Path 
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
     return [f"data: {data.path}: {source.describe()}{known}", f"held out: {unseen}"]
+
+
+def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
+    """The form and the index of what a section names, which is kept on the disk. ConfigError as `open_index`.
+
+    captions: of images, too; clips always have theirs.
+    """
+    request = request_of(data, captions=captions)
+    if data.num_frames is not None:
+        request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+    path, _ = taken_apart(data.path, data.held_out, data.held_out_path, whole=True)
+    return open_index(path, request, data.index or cache_folder())
 
 
 def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:

@@ -16,7 +16,8 @@ from dstrain.recipe import ConfigError
 
 _LONGEST = 1 << 24                         # bytes of a line
 _BATCH = 1024                              # rows of a parquet file that are in memory
-_LARGEST = 1 << 32                         # bytes of the needed columns in one row group
+# Bytes that the needed columns of a row group may have: a page of it is unpacked as a whole, and a row may be a bomb.
+_SMALL, _WIDEST, _LARGEST = 1 << 26, 1 << 12, 1 << 32          # always; for each row; at most
 
 
 class Table(ABC):
@@ -154,9 +155,10 @@ class _Parquet(Table):
             content = file.metadata.row_group(group)
             sizes = [content.column(place).total_uncompressed_size for place in range(content.num_columns)
                      if content.column(place).path_in_schema.split(".")[0] in columns]
-            if sum(sizes) > _LARGEST:
-                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 30} GB of {', '.join(columns)}, "
-                                  f"above {_LARGEST >> 30} GB: write smaller row groups")
+            if sum(sizes) > min(max(_SMALL, _WIDEST * content.num_rows), _LARGEST):
+                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} in "
+                                  f"{content.num_rows:,} rows, too much for a list: write smaller row groups, with rows "
+                                  f"below {_WIDEST >> 10} KB")
             try:
                 for batch in file.iter_batches(_BATCH, row_groups=[group], columns=list(columns)):
                     for row in batch.to_pylist():

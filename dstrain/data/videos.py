@@ -141,7 +141,7 @@ class Videos(Indexed):
         return texts.digest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_listings": {}}             # every worker makes its own
+        return super().__getstate__() | {"_listings": {}}             # every worker makes its own
 
 
 @dataclass

@@ -5,12 +5,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.section import FIXED, Section
 
 Side = Annotated[int, Field(gt=0, le=65536)]
 Shape = tuple[Side, Side]                      # width and height, pixels
 Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(gt=0, le=1000)]
+
+
+def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
+    """ConfigError: a side of model.sizes is no multiple of `unit`, which `words` explain."""
+    if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
+        raise ConfigError(f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
+                          f"{words}: give others, or a rule whose step is a multiple")
 
 
 class BucketRule(Section):

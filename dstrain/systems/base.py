@@ -49,7 +49,6 @@ class SystemConfig(Section):
     learns_from: ClassVar[tuple[Kind, ...]] = ("images",)      # which data the system takes
     num_labels_field: ClassVar[str] = "num_classes"            # the field that is the number of labels, for messages
     without_labels: ClassVar[str] = ""                         # the override that makes a model learn none, if any
-    takes_sizes: ClassVar[bool] = False                        # images of several sizes, and what it is told of them
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with

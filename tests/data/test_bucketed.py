@@ -1,17 +1,23 @@
 """Images in buckets: what a source of several shapes gives, where its members stand, and its batches on any ranks."""
 
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from dstrain import systems
+from dstrain.command.job import checked
 from dstrain.data.batches import Batches, held_out
 from dstrain.data.pixels import center_crop, to_tensor
 from dstrain.data.sources import described, open_sources
 from dstrain.data.spread import Spread
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, load
+from tests.support.launch import ROOT
+
+RECIPES = ROOT / "launch" / "recipes"
 
 SHAPES = [[32, 32], [48, 16], [16, 48]]
 SIZES = [(40, 40), (90, 30), (30, 90), (64, 60), (100, 30), (31, 80), (20, 20)]
@@ -101,9 +107,19 @@ def test_a_step_has_one_shape_on_all_ranks(folder, workers):
     assert len({tuple(batch["image"].shape) for batch in alone}) == 3
 
 
+def test_a_run_that_moves_between_ranks(folder):
+    """Oracle: one that never stops: 4 steps on 2 ranks, 4 on one, 4 on 4 ranks, with random crops."""
+    source = opened(folder, crop="random")[0]
+    whole = [next(batches(source, micro=8).at(step)) for step in range(STEPS)]
+    for step in range(STEPS):
+        world = (2, 1, 4)[step // 4]
+        parts = [next(batches(source, rank, world, 8 // world).at(step)) for rank in range(world)]
+        for name, values in whole[step].items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), values), name
+
+
 def test_a_broken_picture_is_replaced_by_one_of_its_shape(folder, tmp_path):
     """Oracle: the next picture of the bucket, cyclically: the batch still has one shape."""
-    import shutil
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     source = opened(copy)[0]
@@ -152,7 +168,30 @@ def test_sizes_and_crops_of_a_batch(folder):
             assert turned["size"][row].tolist() == size[:3] + [across - across // 2] + size[4:]
 
 
-def test_where_buckets_are_refused(tmp_path):
-    """Oracle: a ConfigError with the remedy."""
+@pytest.mark.parametrize("recipe, entries, words", [
+    ("vae-small", ["data.buckets=[[32,32]]"], "data.buckets: vae has no use for it"),
+    ("iddpm-small", ["data.size_conditions=true"], "data.size_conditions: iddpm .*choose system=dit"),
+    ("iddpm-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of"),
+    ("iddpm-small-upsampler", ["data.buckets=[[64,32]]"], "leave data.buckets out"),
+    ("dit-small", ["data.buckets=[[32,33]]"], "32 x 33 in data.buckets are no multiples of 4"),
+    ("dit-small", ["samples.size=[32,33]"], "multiples of 4"),
+    ("iddpm-small-upsampler", ["samples.size=[32,32]"], "of one size; leave it out")])
+def test_where_sizes_are_refused(recipe, entries, words):
+    """Oracle: a line that names the entry and the remedy, before anything is read."""
+    with pytest.raises(ConfigError, match=words):
+        run, problems = checked(load(RECIPES / f"{recipe}.yaml", entries))
+        if problems:
+            raise ConfigError(*problems)
+        systems.build(run.system, run.model).check_sampling(run.samples)
+
+
+def test_the_model_knows_its_buckets(folder):
+    """Oracle: the entries of `data`; a rule is written out as shapes, which `load` reads back; built-in images have one
+    size."""
+    rule = "data.buckets={pixels: 1024, step: 8}"
+    run, problems = checked(load(RECIPES / "dit-small.yaml", [f"data.path={folder}", "data.size_conditions=true", rule,
+                                                              "data.channels=3", "model.num_classes=2"]))
+    assert not problems and run.model["sizes"] == [[40, 24], [32, 32], [24, 40]] and run.model["size_conditions"]
+    assert run.data.buckets == tuple(map(tuple, run.model["sizes"]))
     with pytest.raises(ConfigError, match="builtin:fashion have one size"):
         open_sources(Data(buckets=[[32, 32]]))

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dstrain.encoders.text import captions_of
 from dstrain.recipe import ConfigError, Data
 from tests.support.clips import LOSSLESS, moving, write
 from tests.support.pictures import folder, picture
+from tests.support.sources import global_batches, same
 
 KINDS = ("csv", "tsv", "jsonl", "parquet")
 CAPTIONED = Request(SUFFIXES, captions=True)
@@ -74,6 +76,23 @@ def test_a_table_is_the_folder_that_it_lists(tmp_path, name):
         caption = rows[index]["text" if whole else "caption"]
         assert captions_of(item["caption"][None]) == [caption]
     assert "caption" not in open_images(path, 16)[0]
+
+
+def test_ranks_and_workers_read_a_list_alike(tmp_path):
+    """Oracle: one rank, and the plain folder; two ranks read what a worker gets, from an index on a disk, which notices
+    another list of the same name.
+    """
+    root = folder(tmp_path / "d", 2, 8)
+    rows = rows_of(root)
+    path = write_table(root / "l.parquet", rows)
+    source = open_images(path, 16, request=CAPTIONED, index=tmp_path / "index")
+    batches = global_batches(source, range(3), global_batch=8)
+    assert same(batches, global_batches(pickle.loads(pickle.dumps(source)), range(3), 2, 2, global_batch=8))
+    plain = global_batches(open_images(root, 16), range(3), global_batch=8)
+    for batch, other in zip(batches, plain):
+        assert all(torch.equal(batch[name], other[name]) for name in other) and "caption" in batch
+    write_table(path, rows[:5])
+    assert len(open_images(path, 16, request=CAPTIONED, index=tmp_path / "index")) == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from safetensors.numpy import save as packed
 
 from dstrain import consolidate
@@ -30,6 +32,8 @@ from dstrain.data.clips import Cut
 from dstrain.data.embeddings import open_pairs
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
+from dstrain.data.layouts.base import Request
+from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import BadSample
 from dstrain.data.layouts.clips import read_captions
 from dstrain.data.videos import open_videos
@@ -121,6 +125,14 @@ def first_captioned(path: Path) -> object:
     return len(open_captioned(path.parent, 16)), open_captioned(path.parent, 16).first()["image"].shape
 
 
+def first_listed(path: Path) -> object:
+    return open_images(path, 16, request=Request(SUFFIXES, captions=True)).first()["image"].shape
+
+
+def first_with_metadata(path: Path) -> object:
+    return open_images(path.parent, 16, request=Request(SUFFIXES, captions=True)).first()["image"].shape
+
+
 def first_pair(path: Path) -> object:
     return len(open_pairs(path.parent.parent, (1.0, 0.0, 0.0), "train"))
 
@@ -192,7 +204,23 @@ JSONS: dict[str, bytes] = {
     "an empty body": render({}), "files as a list": render({"files": [], "step": 1, "world": 1, "extra": {}}),
     "a path": render({"files": {"../../outside": {"size": 3, "hash": "x"}}, "step": 1, "world": 1, "extra": {}}),
 }
+LISTS: dict[str, bytes | Callable[[], bytes]] = {
+    "a bomb.parquet": lambda: table(path=["a.png", "x" * (BOMB // 2 + 4096)]), "a deep list.parquet": lambda: table(path=["a.png"], caption=[[[["x"]]]]),
+    "numbers.parquet": lambda: table(path=[1, 2]), "cut.parquet": lambda: table(path=["a.png"] * 9)[:-30] + b"\xff" * 22 + b"PAR1",
+    "beyond the end.parquet": b"PAR1" + bytes(20) + struct.pack("<I", 1 << 31) + b"PAR1",
+    "devices.csv": b"path,text\n/dev/zero,a\n/dev/stdin,b\n", "accounts.csv": b"path,text\n/etc/passwd,a\n../../outside,b\n",
+    "a NUL.csv": b"path,text\na\0.png,b\n", "half a character.jsonl": b'{"path": "\\ud800.png"}\n',
+    "an address.csv": b"path\nhttp://169.254.169.254/latest/meta-data\n", "deep.jsonl": b'{"path": ' * 50_000,
+    "of numbers.jsonl": b'{"path": 3}\n', "a million columns.csv": b"a," * 1_000_000, "a formula.csv": b"path\n=cmd|' /C calc'!A0\n",
+}
 LINES: dict[str, bytes] = {"binary": bytes(range(256)), "empty": b"", "NUL": b"a\0b\tc\0d\n\n", "one long": b"x" * (20 << 20)}
+
+
+def table(**columns: list) -> bytes:
+    """A parquet file; long values of one letter take no room in it."""
+    file = io.BytesIO()
+    parquet.write_table(pa.table(columns), file, compression="zstd", write_statistics=False, use_dictionary=False)
+    return file.getvalue()
 
 
 def _saved(array: np.ndarray) -> bytes:
@@ -212,6 +240,10 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
             table[f"without torch: {name}"] = (f"w/{name}", content, torch_files.load)
             table[f"DeepSpeed's: {name}"] = ("c/mp_rank_00_model_states.pt", content, merged)
     table |= {f"tar: {name}": ("d/0.tar", content, first_captioned) for name, content in TARS.items()}
+    table |= {f"list: {name}": (f"t/{name}", content, first_listed) for name, content in LISTS.items()}
+    table |= {f"list: {name}{suffix}": (f"t/l{suffix}", content, first_listed) for name, content in LINES.items()
+              for suffix in (".csv", ".jsonl", ".parquet")}
+    table |= {f"metadata: {name}": ("d/metadata.csv", content, first_with_metadata) for name, content in LINES.items()}
     table |= {f"image: {name}": ("d/a.png", content, first_image) for name, content in IMAGES.items()}
     table |= {f"pairs: {name}": ("d/img_emb/img_emb_0.npy", content, first_pair) for name, content in PAIRS.items()}
     table |= {f"manifest: {name}": ("c/step_00000001/manifest.json", content, checkpoint) for name, content in JSONS.items()}
@@ -232,6 +264,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         table |= {f"{kind} as weights": ("w/a.safetensors", make, weights.read),
                   f"{kind} as a pickle": ("w/a.pt", make, weights.read),
                   f"{kind} as prompts": ("p.txt", make, lambda path: arguments.lines(str(path))),
+                  f"{kind} as a list": ("t/l.csv", make, first_listed),
                   f"{kind} as captions": ("c.csv", make, read_captions),
                   f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read(path.parent)),
                   f"{kind} as saved": ("r/saved", make, lambda path: folders.last_saved(path.parent)),
@@ -248,9 +281,9 @@ def prepare(path: Path, content: object, folder: Path) -> None:
     if path.suffix == ".npy":
         (folder / "d" / "text_emb").mkdir()
         np.save(folder / "d" / "text_emb" / "text_emb_0.npy", np.ones((4, 4), np.float32))
-    if path.parent.name == "d" and path.suffix in (".png", ".mp4", ".mov", ".webm"):
+    if path.parent.name == "d" and path.suffix in (".png", ".csv", ".mp4", ".mov", ".webm"):
         frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
-        frames[0].save(path.parent / "b.png") if path.suffix == ".png" else \
+        frames[0].save(path.parent / "b.png") if path.suffix in (".png", ".csv") else \
             frames[0].save(path.parent / "b.gif", save_all=True, append_images=frames[1:])
     if path.name == "model.safetensors.index.json":
         (path.parent / "model-00001-of-00001.safetensors").write_bytes(packed({"w": np.ones(3, np.float32)}))
@@ -258,7 +291,7 @@ def prepare(path: Path, content: object, folder: Path) -> None:
         (path.parent / "saved").write_text("5")
     if path.parent.name == "step_00000001":
         (path.parent / "common.safetensors").write_bytes(b"123")
-    if callable(content) and path.name in ("a.safetensors", "a.pt", "p.txt", "c.csv", "run.yaml", "saved", "ds_config.json"):
+    if callable(content) and path.name in ("a.safetensors", "a.pt", "p.txt", "c.csv", "l.csv", "run.yaml", "saved", "ds_config.json"):
         content(path)
     else:
         path.write_bytes(content() if callable(content) else content)
@@ -292,7 +325,7 @@ def outcome(read: Callable[[Path], object], path: Path) -> str:
 
 
 # Where a value is right: a sample stands in for a bad one, a damaged line is passed over, an odd mode is converted.
-VALUES = ("image: ", "tar: ", "video: ", "manifest: ", "saved: ", "metrics: ", "prompts: NUL", "prompts: one long",
+VALUES = ("image: ", "metadata: ", "tar: ", "video: ", "manifest: ", "saved: ", "metrics: ", "prompts: NUL", "prompts: one long",
           "captions: NUL.txt", "captions: NUL.csv", "captions: empty", "pipe as s", "circle as s", "endless as s", "folder as s",
           "index of weights: null")
 

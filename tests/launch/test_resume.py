@@ -1,6 +1,7 @@
 """Runs that are killed, stopped and started again, through the real launcher and without it."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 from dstrain import __version__
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.manifest import manifest
+from tests.support import pictures
 from tests.support.launch import command, launch
 from tests.support.launch import wait_for as appears
 from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
@@ -147,3 +149,26 @@ def test_signal_to_a_rank(tmp_path):
     assert [line for line in beginning[:-1] if line not in log] == []
     assert (folder / "checkpoints" / f"step_{at:08d}" / "manifest.json").exists()
     assert torch.isfinite(read_weights(folder / "checkpoints" / f"step_{at:08d}", "denoiser")["pos_embed"]).all()
+
+
+def test_buckets(tmp_path):
+    """Oracle: the run that nothing has disturbed: from its step 6 on, the same command ends with the same bits, in
+    three shapes, with random crops and conditions on sizes; the grids have the size that is asked for.
+    """
+    for number in range(24):
+        path = tmp_path / "data" / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures.picture(number, *((40, 40), (90, 30), (30, 90))[number % 3]).save(path)
+    entries = ["data.buckets=[[32,32],[48,16],[16,48]]", "data.crop=random", "data.size_conditions=true", "steps=12",
+               "data.channels=3", "model.in_channels=3", "model.num_classes=2", f"data.path={tmp_path / 'data'}",
+               "every.save=6", "every.sample=12", "every.report=1", "samples.size=[48,16]"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert "in 3 of 3 buckets of 8" in finish(train(whole, 3, *entries))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000012")
+    assert "goes on from step 6 of 12" in finish(train(again, 3, *entries))
+    assert files(whole, 12) == files(again, 12)
+    one, other = ({line["step"]: line["loss"] for line in metrics(run) if "loss" in line} for run in (whole, again))
+    assert one == other and len(one) == 12
+    with Image.open(whole / "samples" / "step_00000012.png") as image:      # 2 x 3 of 48 x 16, 4 times as large
+        assert image.size == (2 * 192 + 6, 3 * 64 + 8)

@@ -5,20 +5,28 @@ from pathlib import Path
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.beside import Beside
+from dstrain.data.layouts.cifar import Cifar
 from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.idx import Idx
 from dstrain.data.layouts.imagenet import AllClips, AllFiles, FlatVal, ListedClips, ListedFolders
 from dstrain.data.layouts.lists import Metadata, TableList
+from dstrain.data.layouts.lmdbs import Lmdbs
+from dstrain.data.layouts.npz import Npz
+from dstrain.data.layouts.tars import Tars
 from dstrain.data.layouts.video_lists import PathList, WebVid
+from dstrain.data.layouts.zips import Zips
+from dstrain.data.tables import TABLES
 from dstrain.recipe import ConfigError
 
-LAYOUTS: tuple[type[Layout], ...] = (WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
-                                     ListedClips, ListedFolders, Clips, Folders)
+LAYOUTS: tuple[type[Layout], ...] = (
+    Tars, Zips, Npz, Cifar, Idx, Lmdbs, WebVid, TableList, PathList, Metadata, Beside, FlatVal, AllClips, AllFiles,
+    ListedClips, ListedFolders, Clips, Folders)
 
 
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
-    if not Path(path).exists():
+    if "{" not in path and not Path(path).exists():
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
     return LocalFiles(path)
 
@@ -28,4 +36,5 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             return layout(path, files, request)
-    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, or builtin:fashion")
+    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, a list of them ("
+                      f"{' '.join(TABLES)}, or lines PATH NUMBER), or builtin:fashion")

@@ -4,15 +4,19 @@ A layout lists its samples once, on one rank, for the index (dstrain/data/index.
 their places. A layout is pickled to the workers, so it keeps the names of its parts and never a list of samples.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dstrain.data.files import Files
+from dstrain.data.files import Files, LocalFiles
+
+_PEEKED = 4096                             # names of a folder by which its form is judged
 
 
 class Place(NamedTuple):
@@ -83,9 +87,38 @@ class Layout(ABC):
         Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
         """
 
+    def prepare(self, folder: Path) -> None:
+        """Unpacks what can only be read from its beginning, once, on one rank, into a folder that need not exist yet.
+
+        Called before anything else, and in vain where it is unpacked already. Most data need not be unpacked.
+        """
+
+    def unseen(self) -> str | None:
+        """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
+
     def watched(self) -> list[str]:
         """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
         return self.parts()
 
     def require_whole(self) -> None:
         """ConfigError: what shows only after all samples were listed, such as an empty class."""
+
+
+def peek(files: Files) -> list[tuple[str, bool]]:
+    """As `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none."""
+    if not isinstance(files, LocalFiles) or files.listed:
+        return files.names()
+    try:
+        with os.scandir(files.root) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
+    except OSError:
+        return []
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether a file or a folder is there."""
+    try:
+        files.stat(name)
+        return True
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from dstrain.data.class_list import read_class_list
 from dstrain.data.files import Files
@@ -23,17 +24,18 @@ from dstrain.disk import small
 
 _TEXTS = (".txt", ".json")
 _LOOKED = 100                              # first images beside which captions are looked for
+_WATCHED = 5000                            # files with captions whose changes are noticed
 _UNREADABLE = ("",)                        # the sample will count as bad, as one whose caption is empty
 
 
 class Beside(Folders):
-    """num_uncaptioned: images that were left out when the samples were listed."""
+    """Its note "uncaptioned" is the number of images that were left out when the samples were listed."""
 
     kind = "images with X.txt or X.json"
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.num_uncaptioned = 0
+        self._texts: list[str] = []                     # files with captions, evenly spaced
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -55,10 +57,11 @@ class Beside(Folders):
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
-        self.num_uncaptioned = 0
+        self._texts = sorted(beside)[::1 + len(beside) // _WATCHED]
+        self.notes["uncaptioned"] = 0
         for name, captions in zip(images, of_each(lambda name: self._captions(name, beside), images)):
             if not captions:
-                self.num_uncaptioned += 1
+                self.notes["uncaptioned"] += 1
             elif self.request.labels == "prefix":
                 yield Sample(Place(name), names.prefix(name, at), captions)
             else:
@@ -81,7 +84,10 @@ class Beside(Folders):
         return ()
 
     def watched(self) -> list[str]:
-        return [".", *self._deeper]
+        return [".", *self._deeper, *self._texts]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_texts": []}
 
 
 def in_text(text: str) -> tuple[str, ...]:

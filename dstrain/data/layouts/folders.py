@@ -58,7 +58,8 @@ class Folders(Layout):
                               f"{SAMPLES}: write {request.key}={root / SAMPLES}")
         if flat and full:
             raise ConfigError(f"{request.key}={root}: {request.noun} ({few(flat)}) beside class folders ({few(full)}): "
-                              f"is this one class or several? Move the {request.noun} into a folder of their class")
+                              f"is this one class or several? Move the {request.noun} into a folder of their "
+                              "class, or write data.labels=none for no classes")
         if flat:
             return [""]
         if len(full) < len(classes):

@@ -26,6 +26,7 @@ from dstrain.data.labels import is_split
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
+from dstrain.data.layouts.held_out import held_out_by
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
 
@@ -41,13 +42,14 @@ _MOST = 1 << 24                            # bytes of such a file
 
 def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | None,
                 whole: bool = False) -> tuple[str | Path, str | Path | None]:
-    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out.
+    """data.path and data.held_out_path: of a root with train/ and val/ these two, unless other data are held out; also
+    of data whose form holds some out, such as CIFAR's test batch.
 
     ConfigError: the `whole` of such a root is asked for, which would count held-out samples among the others.
     """
     splits = _train_and_held_out(path)
     if splits is None:
-        return path, held_out_path
+        return path, held_out_path or (None if held_out or whole else held_out_by(path))
     if whole:
         raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path={splits[0]}, "
                           f"and for evaluation data.held_out_path={splits[1]}")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.class_list import read_class_list
-from dstrain.data.files import Files
+from dstrain.data.files import Files, LocalFiles
+from dstrain.data.folder import few
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.tables import TABLES, Table, open_table
 from dstrain.recipe import ConfigError
@@ -23,6 +24,7 @@ COLUMNS = {                                # names by which a column is known, t
     "label": ("label", "class", "class_name", "category"),
     "caption": ("caption", "captions", "text", "prompt")}
 _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
+_NAMED = 20                                # columns that a message names
 _LOOKED = 20                               # first rows whose files are looked for
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
@@ -43,7 +45,7 @@ class TableList(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = os.path.basename(root)
-        if not name.lower().endswith(tuple(TABLES)) or (name, False) not in files.names():
+        if not is_list(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
@@ -89,7 +91,7 @@ class TableList(Layout):
             columns["caption"] = []
         if not columns["path"]:
             raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
-                              f"{', '.join(table.columns()) or 'nothing'}: name it, data.columns={{path: NAME}}")
+                              f"{few(table.columns(), _NAMED) or 'nothing'}: name it, data.columns={{path: NAME}}")
         return columns
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
@@ -104,6 +106,8 @@ class TableList(Layout):
         if "://" in path:
             raise ConfigError(f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
                               "video2dataset, whose output is read as it is")
+        if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
+            raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
         return path.removeprefix("./")
 
     def _label(self, label: Any, at: str) -> int | str:
@@ -190,6 +194,12 @@ def captions(value: Any, at: str) -> Iterator[str]:
             yield text.strip().encode("utf-8", "replace").decode()
 
 
+def is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+    """Whether the data are a single file with one of the suffixes."""
+    name = os.path.basename(root)
+    return name.lower().endswith(suffixes) and not os.path.isdir(root) and exists(files, name)
+
+
 def exists(files: Files, name: str) -> bool:
     """Whether a file is there; a folder is none."""
     try:
@@ -210,7 +220,7 @@ def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[st
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(f"{table.where} has no column {missing[0]}, which data.columns names, only "
-                          f"{', '.join(columns) or 'nothing'}: write one of these")
+                          f"{few(columns, _NAMED) or 'nothing'}: write one of these")
     return names
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.data.class_list import ClassList
 from dstrain.data.files import Files
 from dstrain.data.layouts.base import Request
-from dstrain.data.layouts.lists import COLUMNS, TableList, exists
+from dstrain.data.layouts.lists import COLUMNS, TableList, exists, is_list
 from dstrain.data.tables import Table, lines, open_table
 from dstrain.recipe import ConfigError
 
@@ -28,10 +28,9 @@ class WebVid(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        name = os.path.basename(root)
-        if not name.lower().endswith(".csv") or (name, False) not in files.names() or "path" in request.columns:
+        if not is_list(root, files, (".csv",)) or "path" in request.columns:
             return False
-        columns = set(open_table(files, name, f"{request.key}={root}").columns())
+        columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").columns())
         return {"videoid", "page_dir"} <= columns and not columns & set(COLUMNS["path"])
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
@@ -58,10 +57,9 @@ class PathList(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        name = os.path.basename(root)
-        if not name.lower().endswith((".txt", ".lst")) or (name, False) not in files.names():
+        if not is_list(root, files, (".txt", ".lst")):
             return False
-        match = _LINE.fullmatch(next(lines(files, name, f"{request.key}={root}"), ""))
+        match = _LINE.fullmatch(next(lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
     def _class_index(self) -> ClassList:

@@ -9,6 +9,7 @@ from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders import autoencoder
 from dstrain.encoders.precision import Precision, problem
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in, fixed
+from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.network import SIZES
 
@@ -69,7 +70,6 @@ class Flow(Section):
 class Config(SystemConfig):
     learns_from = ("images", "latents")
     without_labels = "model.num_classes=1"
-    takes_sizes = True
 
     size: Literal[tuple(SIZES)] | None = None
     """A published size such as DiT-XL/2; None takes patch_size, hidden_size, depth and num_heads."""
@@ -105,10 +105,10 @@ class Config(SystemConfig):
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
     """Autoencoder whose latents are modelled; None models what the data hold."""
-    sizes: Annotated[tuple[tuple[int, int], ...] | None, fixed("give the earlier data.buckets")] = None
+    sizes: Annotated[tuple[Shape, ...] | None, fixed("give the earlier data.buckets")] = None
     """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
     Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
-    size_conditions: bool = False
+    size_conditions: Annotated[bool, filled_in()] = False
     """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
     codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
@@ -126,9 +126,7 @@ class Config(SystemConfig):
         unit = factor * patch
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
             raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, patch_size x factor")
-        if unfit := [f"{wide} x {high}" for wide, high in self.sizes or () if wide % unit or high % unit]:
-            raise ConfigError(f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
-                              "patch_size x factor: give others, or a rule whose step is a multiple")
+        require_multiples(self.sizes, unit, "patch_size x factor")
         if self.codes is not None:
             self._check_codes(patch)
         if shape["hidden_size"] % shape["num_heads"]:
@@ -208,7 +206,7 @@ class Config(SystemConfig):
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
-    def shape(self, size: tuple[int, int] | None = None) -> tuple[int, int, int]:
+    def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
         """Of the network's input, (C, h, w), for images of a width and height; None: squares of image_size.
 
         ConfigError: the patches do not fill it.
@@ -218,7 +216,7 @@ class Config(SystemConfig):
         factor, patch = self.image_size // self.input_size, self.network_shape()["patch_size"]
         wide, high = size
         if wide % (factor * patch) or high % (factor * patch):
-            raise ConfigError(f"{wide} x {high}: both sides are to be multiples of {factor * patch}")
+            raise ConfigError(f"{wide} x {high}: both sides must be multiples of {factor * patch}")
         return self.in_channels, high // factor, wide // factor
 
     def network_arguments(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, fixed
+from dstrain.recipe.shapes import Shape, require_multiples
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
 
@@ -74,6 +75,10 @@ class Config(SystemConfig):
     uniform_prob: float = Field(0.001, ge=0, le=1)
     """Share of timesteps that loss-second-moment draws uniformly."""
 
+    sizes: Annotated[tuple[Shape, ...] | None, fixed("give the earlier data.buckets")] = None
+    """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
+    attention_resolutions name the levels that they are at image_size."""
+
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -105,6 +110,9 @@ class Config(SystemConfig):
         if self.image_size % unit:
             raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
                               f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels")
+        require_multiples(self.sizes, unit, f"by which the levels of channel_mult {list(mults)} divide them")
+        if self.sizes and self.small_size is not None:
+            raise ConfigError("small_size: super-resolution is of squares: leave data.buckets out")
         unknown = [side for side in self.attention_resolutions if side not in sides]
         if unknown:
             raise ConfigError(f"attention_resolutions: {_text(unknown)} never occurs; the levels of image_size "
@@ -138,7 +146,7 @@ class Config(SystemConfig):
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section with what the data say where it is silent: size and channels."""
-        return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model}
+        return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
@@ -153,6 +161,15 @@ class Config(SystemConfig):
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
+
+    def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
+        """Of images (C, H, W) of a width and height; None: squares of image_size. ConfigError: levels do not divide it.
+        """
+        wide, high = size or (self.image_size, self.image_size)
+        unit = 2 ** (len(self.mults) - 1)
+        if wide % unit or high % unit:
+            raise ConfigError(f"{wide} x {high}: both sides must be multiples of {unit}")
+        return self.in_channels, high, wide
 
     @property
     def num_labels(self) -> int | None:

@@ -6,6 +6,7 @@ All randomness is drawn from the samples' keys by name: timestep and noise; in g
 Source: Nichol & Dhariwal 2021 (arXiv:2102.09672).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from dstrain.diffusion.solvers import eta_of, steps_of
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
-from dstrain.recipe import ConfigError, Samples
+from dstrain.recipe import ConfigError, Samples, reworded
 from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.config import Config, NO_GUIDANCE
@@ -40,7 +41,9 @@ class IDDPMSystem(System):
         self.parts = {"denoiser": self.denoise}
         self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.starts_from_data = config.small_size is not None
-        self.shape = (config.in_channels, config.image_size, config.image_size)
+        self.shape = config.shape()
+        self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
+        self.takes_sizes = not self.starts_from_data
         self.diffusion = GaussianDiffusion(schedule.betas(config.noise_schedule, config.diffusion_steps),
                                            **config.diffusion_arguments())
         self._chains = {"": self.diffusion}                              # respaced chains by their spec
@@ -59,7 +62,8 @@ class IDDPMSystem(System):
     def encode(self, batch: Batch) -> Example:
         """x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
         example = super().encode(batch)
-        require_shape(example["x_start"], self.shape, "in_channels")
+        if tuple(example["x_start"].shape[1:]) not in self.shapes:
+            require_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
             example["low_res"] = self._shrunk(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
@@ -89,7 +93,7 @@ class IDDPMSystem(System):
         return self._losses(nets, example, t)
 
     def _losses(self, nets: Nets, example: Example, t: Tensor) -> Terms:
-        noise = rng.normal(example["key"], "noise", self.shape)                                 # (B, C, H, W)
+        noise = rng.normal(example["key"], "noise", tuple(example["x_start"].shape[1:]))        # (B, C, H, W)
         terms = self.diffusion.training_losses(self.network(nets, example), example["x_start"], t, noise)
         return terms | {"quartile": 4 * t // self.config.diffusion_steps}
 
@@ -134,9 +138,9 @@ class IDDPMSystem(System):
             self._check_labels(conditions["label"])
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
-        keys = rng.keys_of_seeds(request.seeds)
-        x, network = rng.normal(keys, "start", self.shape), self.network(nets, conditions)
-        noise = lambda i: rng.normal(keys, f"noise/{i}", self.shape)
+        keys, shape = rng.keys_of_seeds(request.seeds), self.config.shape(request.size)
+        x, network = rng.normal(keys, "start", shape), self.network(nets, conditions)
+        noise = lambda i: rng.normal(keys, f"noise/{i}", shape)
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
             x = samplers.invert(self.diffusion, network, x_start, sampler, timesteps, request.eta)
@@ -152,6 +156,8 @@ class IDDPMSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
+        with reworded("--size or samples.size: "):
+            self.config.shape(samples.size)
         eta_of(self.sampler(samples.sampler), samples.eta)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
@@ -220,11 +226,11 @@ class IDDPMSystem(System):
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Pixels, labels where there are classes, and keys."""
+        """Pixels, of the largest size where there are several, labels where there are classes, and keys."""
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:
             batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)
-        batch["image"] = rng.integers(batch["key"], "image", 256, self.shape).to(torch.uint8)
+        batch["image"] = rng.integers(batch["key"], "image", 256, max(self.shapes, key=math.prod)).to(torch.uint8)
         return batch
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,0 +1,127 @@
+"""A zip file of images, never extracted: with a dataset.json as dataset_tool of EDM and EDM2 writes it, or with one
+folder for each class, or without classes. Samples have the order, names and labels of the folder that was packed.
+
+Members may be stored or deflated. A folder that holds everything else counts as the root.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from dstrain.data.files import Files
+from dstrain.data.folder import few, listing
+from dstrain.data.labels import LABELS, MOST_BYTES, is_split, parsed_labels
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
+from dstrain.data.layouts.tars import MAX_BYTES
+from dstrain.data.zipped import DEFLATED, Members, STORED, directory, payload
+from dstrain.disk import small
+from dstrain.recipe import ConfigError
+
+
+class Zips(Layout):
+    """A sample is a member; `offset` is its local header, `size` its bytes in the zip file."""
+
+    kind = "zip"
+
+    def __init__(self, root: str, files: Files, request: Request) -> None:
+        super().__init__(root, files, request)
+        self.name = peek(files)[0][0]
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        names = peek(files)
+        return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
+
+    def parts(self) -> list[str]:
+        return [self.name]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        """ConfigError: no zip file, or a damaged one; encrypted members; images beside class folders; no labels."""
+        try:
+            with listing(self.root, self.request.key):
+                members, labels, top = self._members(part)
+            members.require_apart()
+        except ConfigError as error:
+            raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
+        names = [name[len(top):] for name in members.names]
+        if labels is None:
+            by_name = self._by_folders(names)
+            order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
+        else:
+            if missing := [name for name in names if labels and name not in labels]:
+                raise self._refusal(f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} "
+                                    f"{self.request.noun}: pack it anew")
+            if labels:
+                self.classes = tuple(map(str, range(max(labels.values()) + 1)))
+            by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
+        for place in order:
+            yield Sample(Place(names[place], 0, members.offsets[place], members.packed[place]), by_name(names[place]))
+
+    def read(self, place: Place) -> bytes:
+        return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
+
+    def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
+        """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
+        members, tables, top = Members(), [], None
+        with self.files.open(part) as file:
+            for member in directory(file):
+                folders = member.name.split("/")
+                if any(not folder or folder[0] == "." for folder in folders) or folders[0] == "__MACOSX":
+                    continue
+                is_table = folders[-1] == LABELS
+                if not is_table and not member.name.lower().endswith(self.request.suffixes):
+                    continue
+                if member.encrypted or member.method not in (STORED, DEFLATED):
+                    fault = "encrypted" if member.encrypted else f"compressed by method {member.method}"
+                    raise ConfigError(f"its member {member.name[:100]} is {fault}")
+                if is_table:
+                    tables.append(member)
+                    continue
+                folder = member.name[:member.name.rfind("/") + 1]
+                top = folder if top is None else _common(top, folder)
+                members.add(member)
+        if top is None:
+            raise ConfigError(f"it holds no {self.request.noun}; files ending in {' '.join(self.request.suffixes)} are "
+                              "read")
+        top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
+        labels = None
+        for table in tables:
+            if table.name == top + LABELS:
+                if table.size > MOST_BYTES:
+                    raise ConfigError(f"its {LABELS} has {table.size:,} bytes")
+                content = payload(self.files, part, table.offset, table.packed, max(table.size, table.packed))
+                try:
+                    labels = parsed_labels(small.parse_json(content), self.root, self.request.key)
+                except ValueError as error:
+                    raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
+        return members, labels, top
+
+    def _by_folders(self, names: list[str]) -> Any:
+        """A function from a name to its class, the first folder in it; None for all where there are no folders."""
+        classes = sorted({name.partition("/")[0] for name in names if "/" in name})
+        if not classes:
+            return lambda name: None
+        if flat := next((name for name in names if "/" not in name), None):
+            raise self._refusal(f"{self.request.noun} ({flat}) beside class folders ({few(classes)}): is this one "
+                                "class or several? Pack a folder with a folder for each class, or with a dataset.json")
+        splits = [name for name in classes if is_split(name)]
+        if len(splits) > 1 or splits == classes:                       # one may be a class among others: train, plane
+            raise self._refusal(f"{few(splits)} are splits, not classes: pack each by itself, and name the unseen one "
+                                "in data.held_out_path")
+        self.classes = tuple(classes)
+        return lambda name: name.partition("/")[0]
+
+    def _refusal(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.request.key}={self.root}: {text}")
+
+
+def _common(one: str, other: str) -> str:
+    """The folder that holds two folders; each ends in a slash, but for the root, which is empty."""
+    words = os.path.commonprefix([one.split("/")[:-1], other.split("/")[:-1]])
+    return "".join(f"{word}/" for word in words)
+
+
+def _above(folder: str) -> Iterator[str]:
+    """A folder and those that hold it, the root first."""
+    words = folder.split("/")[:-1]
+    return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

@@ -1,0 +1,166 @@
+"""The index of data, made and described: how many samples of what, their classes, captions, sizes, and broken files."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dstrain.data.clips import Cut
+from dstrain.data.folder import of_each
+from dstrain.data.images import Images
+from dstrain.data.index import CHUNK, Index
+from dstrain.data.layouts.base import Layout
+from dstrain.data.sizes import pixel_sizes, size_of
+from dstrain.data.source import BadSample
+from dstrain.data.sources import index_of
+from dstrain.data.videos import Videos
+from dstrain.recipe import Data
+
+_SHOWN = 5                                 # classes at either end
+_SIZES = 10                                # sizes that most images have
+_BROKEN = 1000                             # unreadable files that are named
+_LONGEST = 1 << 14                         # bytes of a caption, in the table of lengths
+_RATIOS = {"1:2": 1 / 2, "9:16": 9 / 16, "2:3": 2 / 3, "3:4": 3 / 4, "1:1": 1.0, "4:3": 4 / 3, "3:2": 3 / 2,
+           "16:9": 16 / 9, "2:1": 2.0}
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)      # pixels
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """Which data, and how closely they are looked at."""
+
+    data: Data
+    captions: bool = False                     # list the captions of images, too
+    check: bool = False                        # read every sample, and not the headers of images alone
+
+
+def index_data(options: IndexOptions) -> dict[str, Any]:
+    """Makes the index, or finds it again; what is in it, as JSON. ConfigError as `open_index`."""
+    layout, index = index_of(options.data, options.captions)
+    images = options.data.num_frames is None
+    result = {"path": options.data.path, "layout": layout.kind, "samples": len(index), "index": str(index.folder),
+              "bytes": sum(index.header["columns"].values()), "classes": _classes(index),
+              "captions": _captions(layout, index), "checked": options.check}
+    sizes = pixel_sizes(layout, index) if images else None
+    if sizes is not None:
+        result |= _sizes(sizes)
+    broken = _checked(options, layout, index) if options.check else _without_header(layout, index, sizes)
+    named = [list(entry) for _, entry in zip(range(_BROKEN), broken)]
+    number = len(named) + sum(1 for _ in broken)
+    return result | {"unreadable": number if options.check or images else None, "unreadable_names": named}
+
+
+def _classes(index: Index) -> dict[str, Any] | None:
+    if not index.labelled:
+        return None
+    counts = np.array(index.header["counts"])
+    order = np.argsort(counts, kind="stable")
+    ends = {"smallest": order[:_SHOWN], "largest": order[::-1][:_SHOWN]}
+    return {"number": len(counts), "empty": int((counts == 0).sum()), "median": float(np.median(counts))} | {
+        end: {index.classes[place]: int(counts[place]) for place in places} for end, places in ends.items()}
+
+
+def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
+    """Share of samples with a caption, and how long these are in bytes; None: the index holds no captions."""
+    if layout.notes.get("beside"):
+        return {"beside": True}
+    if not index.most_captions:
+        return None
+    lengths, number, captioned = np.zeros(_LONGEST + 1, np.int64), 0, 0
+    for start in range(0, len(index), CHUNK):
+        for row in range(start, min(start + CHUNK, len(index))):
+            own = [len(text.encode()) for text in index.captions(row)]
+            captioned += any(own)
+            number += len(own)
+            np.add.at(lengths, np.minimum(own, _LONGEST), 1)
+    below = lengths.cumsum()
+    quantiles = {name: int(np.searchsorted(below, share * number)) for name, share in
+                 (("shortest", 1e-12), ("median", 0.5), ("95%", 0.95), ("longest", 1.0))}
+    return {"share": captioned / len(index), "number": number, "most": index.most_captions, "bytes": quantiles}
+
+
+def _sizes(sizes: np.ndarray) -> dict[str, Any]:
+    """Tables of sizes, of shorter sides and of aspect ratios: how many images have each."""
+    exact, sides, ratios = Counter(), Counter(), Counter()
+    names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
+    for start in range(0, len(sizes), CHUNK):
+        block = np.array(sizes[start:start + CHUNK])
+        block = block[block.min(1) > 0]
+        pairs, counts = np.unique(block, axis=0, return_counts=True)
+        for (width, height), count in zip(pairs.tolist(), counts.tolist()):
+            exact[f"{width}x{height}"] += count
+            sides[next((f"below {side}" for side in _SIDES if min(width, height) < side), f"{_SIDES[-1]} or more")] \
+                += count
+            ratios[names[int(np.abs(logs - np.log(width / height)).argmin())]] += count
+    order = [*(f"below {side}" for side in _SIDES), f"{_SIDES[-1]} or more"]
+    return {"sizes": dict(exact.most_common(_SIZES)), "other_sizes": max(0, len(exact) - _SIZES),
+            "shorter_sides": {name: sides[name] for name in order if sides[name]},
+            "aspect_ratios": {name: ratios[name] for name in names if ratios[name]}}
+
+
+def _without_header(layout: Layout, index: Index, sizes: np.ndarray | None) -> Iterator[tuple[str, str]]:
+    """(name, reason) of each image whose header cannot be read."""
+    for start in range(0, len(index), CHUNK) if sizes is not None else ():
+        for row in (np.flatnonzero(sizes[start:start + CHUNK, 0] == 0) + start).tolist():
+            try:
+                size_of(layout, index.place(row))
+            except BadSample as error:
+                yield error.path, error.reason
+
+
+def _checked(options: IndexOptions, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
+    """(name, reason) of each sample that cannot be read whole; of clips, its middle frame is decoded."""
+    clips = options.data.num_frames is not None
+    source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=options.captions)
+
+    def fault(row: int) -> tuple[str, str] | None:
+        try:
+            source.read(row)
+        except BadSample as error:
+            return error.path, error.reason
+        return None
+
+    rows = of_each(fault, range(len(index)))
+    for entry in tqdm(rows, total=len(index), unit=f" {layout.request.noun}", disable=None, delay=2, desc="checking"):
+        if entry is not None:
+            yield entry
+
+
+def report(result: dict[str, Any]) -> str:
+    """The lines that are printed in the end."""
+    lines = [f"{result['path']}: {result['layout']}, {result['samples']:,} samples",
+             f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB"]
+    if (classes := result["classes"]) is None:
+        lines.append("classes: none")
+    else:
+        empty = f", {classes['empty']:,} of them empty" if classes["empty"] else ""
+        lines += [f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
+                  f"  smallest: {_row(classes['smallest'])}", f"  largest:  {_row(classes['largest'])}"]
+    lines.append(f"captions: {_caption_words(result['captions'])}")
+    for name in ("sizes", "shorter_sides", "aspect_ratios"):
+        if table := result.get(name):
+            others = result["other_sizes"] if name == "sizes" else 0
+            lines.append(f"{name.replace('_', ' ')}: {_row(table)}" + (f", {others:,} other sizes" if others else ""))
+    how = "read whole" if result["checked"] else "headers alone were read; --check reads all"
+    if result["unreadable"] is None:
+        return "\n".join([*lines, "unreadable: --check looks for them"])
+    lines += [f"unreadable: {result['unreadable']:,} ({how})",
+              *(f"  {name}: {reason}" for name, reason in result["unreadable_names"])]
+    return "\n".join(lines)
+
+
+def _row(table: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in table.items())
+
+
+def _caption_words(captions: dict[str, Any] | None) -> str:
+    if captions is None:
+        return "none in the index"
+    if "beside" in captions:
+        return "beside all samples"
+    lengths = ", ".join(f"{name} {value:,}" for name, value in captions["bytes"].items())
+    return (f"{captions['share']:.1%} of the samples, {captions['number']:,} in all, at most {captions['most']} a "
+            f"sample; bytes: {lengths}")

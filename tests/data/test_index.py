@@ -1,0 +1,296 @@
+"""The index of data: what it holds, that it is found again, goes on, notices changes, and costs a process nothing."""
+
+import json
+import os
+import pickle
+import tracemalloc
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dstrain.data import layouts
+from dstrain.data.batches import Batches
+from dstrain.data.files import Files
+from dstrain.data.images import Images, open_images
+from dstrain.data.index import Index
+from dstrain.data.index_build import open_index
+from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.layouts.folders import Folders
+from dstrain.data.pixels import SUFFIXES, read_image
+from dstrain.encoders.text import captions_of
+from dstrain.data.sizes import pixel_sizes
+from dstrain.index_data import IndexOptions, index_data, report
+from dstrain.recipe import ConfigError, Data
+from tests.data import check_index_scale
+from tests.support import gloo
+from tests.support.pictures import folder, picture
+
+WORDS = st.text("ab\u00e9Z_.-", min_size=1, max_size=4).filter(lambda name: name.strip(".") and name[0] != ".")
+TREES = st.dictionaries(WORDS, st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=1, max_size=5), min_size=1,
+                        max_size=4)
+
+
+def plain(root: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """Names, labels and classes of class folders, as os.walk lists them."""
+    classes = sorted(os.listdir(root))
+    of_class = [sorted(os.path.relpath(os.path.join(place, name), root) for place, _, names in os.walk(root / folder)
+                       for name in names) for folder in classes]
+    return sum(of_class, []), [label for label, names in enumerate(of_class) for _ in names], tuple(classes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tree=TREES, share=st.sampled_from([0.0, 0.3]))
+def test_what_it_holds(tmp_path_factory, tree, share):
+    """Oracle: os.walk, sorted, and blake2b of each name; in memory, on the disk, and found there again."""
+    work = tmp_path_factory.mktemp("tree")
+    for name, paths in tree.items():
+        for path in paths:
+            file = work.joinpath("data", f"{name}x", *(f"{word}d" for word in path[:-1]), f"{path[-1]}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"")
+    names, labels, classes = plain(work / "data")
+    unseen = [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "little") < share * 2.0 ** 64
+              for name in names]
+    for split in ("train", "held_out") if share else ("train",):
+        own = [place for place in range(len(names)) if unseen[place] == (split == "held_out")]
+        for kept in (None, work / "index", work / "index"):
+            if not own:
+                with pytest.raises(ConfigError, match="leaves no image of"):
+                    open_images(work / "data", 16, split=split, held_out=share, index=kept)
+                continue
+            source = open_images(work / "data", 16, split=split, held_out=share, index=kept)
+            assert [source.name(place) for place in range(len(source))] == [names[place] for place in own]
+            assert source.labels.tolist() == [labels[place] for place in own] and source.classes == classes
+            assert source.class_counts().tolist() == np.bincount(source.labels, minlength=len(classes)).tolist()
+
+
+def test_one_source_wherever_it_is_kept(tmp_path):
+    """Oracle: the source in memory: fingerprint, batches with and without workers, and a second pass of Pillow."""
+    root = folder(tmp_path / "d", 3, 8)
+    for share in (0.0, 0.3):
+        memory, disk = (open_images(root, 16, held_out=share, index=kept) for kept in (None, tmp_path / "i"))
+        assert memory.index.folder is None and disk.index.folder is not None
+        assert memory.fingerprint() == disk.fingerprint() and memory.contents() == disk.contents()
+        batches = []
+        for source, num_workers in ((memory, 0), (disk, 0), *([(disk, 2)] if share else [])):
+            with Batches(source, global_batch=8, micro_batch=4, seed=3, num_workers=num_workers) as both:
+                batches.append([{name: value.clone() for name, value in batch.items()} for step in range(4)
+                                for batch in both.at(step)])
+        for others in batches[1:]:
+            assert all(torch.equal(one[name], other[name]) for one, other in zip(batches[0], others) for name in one)
+
+
+def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
+    """Oracle: a count of the listings: none where nothing changed; a new file and a new folder below are met, and it is
+    said where; a run's folder keeps the index that launch/index.py has made in the cache.
+    """
+    root, listed, samples = folder(tmp_path / "d", 2, 3), [], Folders.samples
+    (root / "c1" / "deep").mkdir()
+    monkeypatch.setattr(Folders, "samples", lambda self, part: listed.append(part) or samples(self, part))
+    opened = lambda: len(open_images(root, 16, index=tmp_path / "i"))
+    assert opened() == 6 and listed == ["c0", "c1"] and opened() == 6 and len(listed) == 2
+    picture(1).save(root / "c1" / "deep" / "a.png")
+    assert opened() == 7 and len(listed) == 4 and "c1/deep changed since" in capsys.readouterr().out
+    (root / "c2").mkdir()
+    picture(1).save(root / "c2" / "a.png")
+    assert opened() == 8 and opened() == 8 and len(listed) == 7
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    index_data(IndexOptions(Data(path=str(root))))
+    assert len(listed) == 10
+    assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
+    name = next((tmp_path / "i").glob("*/names.bin"))
+    name.write_bytes(name.read_bytes()[:-1])                    # a damaged one is made anew
+    assert opened() == 8 and len(listed) == 13
+    pickled = pickle.dumps(open_images(root, 16, index=tmp_path / "i"))
+    picture(1).save(root / "c2" / "b.png")
+    opened()
+    with pytest.raises(ConfigError, match="made anew meanwhile"):
+        pickle.loads(pickled).name(0)
+
+
+def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):
+    """Oracle: the index of an uninterrupted listing, byte for byte; parts that were listed are not listed again, unless
+    the data have changed.
+    """
+    root, samples, listed = folder(tmp_path / "d", 4, 5), Folders.samples, []
+    whole = open_images(root, 16, index=tmp_path / "whole").index.folder
+
+    def interrupted(self, part: str) -> Iterator[Sample]:
+        listed.append(part)
+        for number, sample in enumerate(samples(self, part)):
+            if part == "c2" and number == 3 and listed.count(part) == 1:
+                raise KeyboardInterrupt
+            yield sample
+
+    monkeypatch.setattr(Folders, "samples", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_images(root, 16, index=tmp_path / "i")
+    made = open_images(root, 16, index=tmp_path / "i").index.folder
+    assert listed == ["c0", "c1", "c2", "c2", "c3"]
+    assert {file.name: file.read_bytes() for file in made.iterdir()} == {
+        file.name: file.read_bytes() for file in whole.iterdir()}
+    listed.clear()
+    with pytest.raises(KeyboardInterrupt):
+        open_images(root, 16, index=tmp_path / "j")
+    picture(1).save(root / "c0" / "new.png")
+    assert len(open_images(root, 16, index=tmp_path / "j")) == 21 and listed[3:] == ["c0", "c1", "c2", "c3"]
+
+
+class Bundle(Layout):
+    """Encoded pictures one behind the other, with a line OFFSET SIZE LABEL CAPTIONS in bundle.jsonl for each."""
+
+    kind = "bundle of a test"
+
+    @classmethod
+    def recognises(cls, root: str, files: Files, request: Request) -> bool:
+        return any(name == "bundle.jsonl" for name, _ in files.names())
+
+    def parts(self) -> list[str]:
+        return ["bundle.bin"]
+
+    def samples(self, part: str) -> Iterator[Sample]:
+        for line in self.files.open("bundle.jsonl").read().splitlines():
+            name, offset, size, label, captions = json.loads(line)
+            yield Sample(Place(name, 0, offset, size), label, tuple(captions))
+
+    def read(self, place: Place) -> bytes:
+        return self.files.span("bundle.bin", place.offset, place.size)
+
+
+def bundle(root: Path, labels: list, captions: list[list[str]]) -> Path:
+    root.mkdir()
+    offset = 0
+    with open(root / "bundle.bin", "wb") as file, open(root / "bundle.jsonl", "w") as rows:
+        for number, (label, own) in enumerate(zip(labels, captions)):
+            picture(number).save(file, "PNG")
+            rows.write(json.dumps([f"n{number}", offset, file.tell() - offset, label, own]) + "\n")
+            offset = file.tell()
+    return root
+
+
+@pytest.mark.parametrize("labels", [["dog", "cat", "ox", "cat"], [2, 0, 0, 2], [None] * 4])
+def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
+    """Oracle: what the layout has listed: bytes by their places, names of classes in sorted order, numbers as they are,
+    any of several captions; in memory and on the disk, and pixels as of a file.
+    """
+    monkeypatch.setattr(layouts, "LAYOUTS", (Bundle, *layouts.LAYOUTS))
+    monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle, *layouts.LAYOUTS))
+    texts = [["one"], ["a", "b\u00e9"], ["", "x"], ["four", "4", "iv"]]
+    root = bundle(tmp_path / "d", labels, texts)
+    request = Request(SUFFIXES, captions=True)
+    for kept in (None, tmp_path / "i", tmp_path / "i"):
+        source = open_images(root, 16, index=kept, request=request)
+        names = sorted(set(labels)) if labels[0] == "dog" else ["0", "1", "2"] if labels[0] == 2 else []
+        assert source.classes == tuple(names) and source.captioned and source.chance_name == "caption"
+        expected = [names.index(label) if isinstance(label, str) else label or 0 for label in labels]
+        for row in range(4):
+            assert source.index.captions(row) == tuple(texts[row])
+            items = [source.read(row, chance) for chance in (0.0, 0.34, 0.67, 0.99)]
+            numbers = [int(chance * len(texts[row])) for chance in (0.0, 0.34, 0.67, 0.99)]
+            assert captions_of(torch.stack([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
+            picture(row).save(tmp_path / "same.png")
+            assert torch.equal(items[0]["image"], read_image(tmp_path / "same.png", 16))
+            assert items[0]["label"] == expected[row]
+    changed = open_images(root, 16, request=request).fingerprint()
+    (root / "bundle.jsonl").write_text((root / "bundle.jsonl").read_text().replace("four", "five"))
+    assert open_images(root, 16, request=request).fingerprint() != changed
+
+
+@pytest.mark.parametrize("labels, texts, message", [
+    ([1, None], [["a"], ["b"]], "n1 has no label, and those before it a number"),
+    ([1, "x"], [["a"], ["b"]], "n1 has a class as its label"),
+    ([1, -1], [["a"], ["b"]], "n1 has the label -1"),
+    ([1, 1], [["a"], []], "n1 has no caption, unlike those before"), ([], [], "no images in it")])
+def test_samples_are_alike(tmp_path, monkeypatch, labels, texts, message):
+    """Oracle: the contract: the first sample that differs is named, in memory and on the disk."""
+    monkeypatch.setattr(layouts, "LAYOUTS", (Bundle,))
+    root = bundle(tmp_path / "d", labels, texts)
+    for kept in (None, tmp_path / "i"):
+        with pytest.raises(ConfigError, match=message):
+            open_index(root, Request(SUFFIXES, captions=True), kept)
+
+
+def test_pixel_sizes(tmp_path):
+    """Oracle: Pillow; 0 where there is no picture; the second time, no file is opened."""
+    root = folder(tmp_path / "d", 2, 3)
+    picture(1, 50, 20).save(root / "c0" / "x.png")
+    (root / "c1" / "000.png").write_bytes(b"no picture")
+    for kept in (None, tmp_path / "i"):
+        source = open_images(root, 16, index=kept)
+        sizes = pixel_sizes(source.layout, source.index)
+        assert sizes.dtype == np.int32 and sizes.tolist() == [
+            [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
+            for name in map(source.name, range(len(source)))]
+    (root / "c0" / "x.png").write_bytes(b"")
+    assert pixel_sizes(source.layout, source.index)[3].tolist() == [50, 20]
+
+
+def test_the_description(tmp_path):
+    """Oracle: counting by hand: a truncated picture shows when it is read whole, one without a header at once."""
+    root = folder(tmp_path / "d", 2, 3)
+    picture(1, 50, 20).save(root / "c0" / "x.png")
+    (root / "c1" / "000.png").write_bytes(b"no picture")
+    content = (root / "c1" / "001.png").read_bytes()
+    (root / "c1" / "001.png").write_bytes(content[:len(content) // 2])
+    data = Data(path=str(root), index=str(tmp_path / "i"))
+    quick, whole = (index_data(IndexOptions(data, check=check)) for check in (False, True))
+    assert json.loads(json.dumps(whole)) == whole
+    assert (quick["samples"], quick["classes"]["smallest"], quick["captions"]) == (7, {"c1": 3, "c0": 4}, None)
+    assert quick["sizes"] == {"40x30": 5, "50x20": 1} and quick["aspect_ratios"] == {"4:3": 5, "2:1": 1}
+    assert quick["shorter_sides"] == {"below 32": 6}
+    assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
+    assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
+    assert "sizes: 40x30 5, 50x20 1" in report(quick) and "truncated" in report(whole)
+
+
+def _rank(root: Path, kept: Path | None) -> tuple:
+    listed, samples = [], Folders.samples
+    Folders.samples = lambda self, part: listed.append(part) or samples(self, part)
+    try:
+        source = open_images(root, 16, held_out=0.3, index=kept)
+    except ConfigError as error:
+        return listed, str(error)
+    finally:
+        Folders.samples = samples
+    return listed, source.fingerprint(), [source.name(place) for place in range(len(source))]
+
+
+def _ranks(rank: int, root: Path, kept: Path, empty: Path) -> list[tuple]:
+    return [_rank(root, None), _rank(root, kept), _rank(empty, kept)]
+
+
+def test_one_rank_lists(tmp_path):
+    """Oracle: a count of the listings on each of two ranks; both have the same source, or the same error."""
+    root, empty = folder(tmp_path / "d", 2, 5), folder(tmp_path / "e", 1, 1)
+    (empty / "c7").mkdir()
+    first, second = gloo.run(tmp_path, _ranks, root, tmp_path / "i", empty)
+    for case in range(2):
+        assert first[case][0] == ["c0", "c1"] and second[case][0] == [] and first[case][1:] == second[case][1:]
+    assert first[2][1] == second[2][1] and "without images: c7" in first[2][1]
+
+
+def test_many_samples_cost_a_process_nothing(tmp_path):
+    """Oracle: the sizes: of 300,000 samples, a pickled source has 4 kB, and opening it and reading from it takes less
+    than a list of their names would; samples and order are those of any number of ranks and workers.
+    """
+    root = folder(tmp_path / "d", check_index_scale.CLASSES, check_index_scale.FILES // check_index_scale.CLASSES)
+    check_index_scale.make_index(root, 300_000, tmp_path / "i")
+    open_images(root, 16, index=tmp_path / "i", held_out=0.1)                  # makes the split
+    tracemalloc.start()
+    source: Images = open_images(root, 16, index=tmp_path / "i", held_out=0.1)
+    assert isinstance(source.index, Index) and 250_000 < len(source) < 290_000
+    again = pickle.loads(pickled := pickle.dumps(source))
+    for place in range(0, len(source), 5000):
+        assert again.name(place) == source.name(place) and again[place]["label"] == source[place]["label"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(pickled) < 4096 and peak < 2 << 20
+    check_index_scale.require_one_order(open_images(root, 16, index=tmp_path / "i"), ((2, 0), (4, 0)))
+
