@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import tracemalloc
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -203,6 +204,28 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     changed = open_images(root, 16, request=request).fingerprint()
     (root / "bundle.jsonl").write_text((root / "bundle.jsonl").read_text().replace("four", "five"))
     assert open_images(root, 16, request=request).fingerprint() != changed
+
+
+def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
+    """Oracle: what was listed: from 50,001 samples on the index stands on the disk, in the user's cache, or in the run's
+    folder where there is one; classes that are met in any order are numbered in theirs.
+    """
+    monkeypatch.setattr("dstrain.data.layouts.LAYOUTS", (Bundle,))
+    monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, names = bundle(tmp_path / "d", [], []), ("ox", "cat", "dog")
+    rows = [json.dumps([f"n{number}", 0, 9, names[number * 7 % 3], [str(number)]]) for number in range(50_001)]
+    (root / "bundle.jsonl").write_text("\n".join(rows[:-1]))
+    request = Request(SUFFIXES, captions=True)
+    assert open_index(root, request)[1].folder is None
+    (root / "bundle.jsonl").write_text("\n".join(rows))
+    for run, kept in ((None, "cache/dstrain/index"), (tmp_path / "run", "run/index")):
+        _, index = open_index(root, request, run=run)
+        assert index.folder.parent == tmp_path / kept and index.classes == ("cat", "dog", "ox") and len(index) == 50_001
+        for row in (0, 1, 2, 25_000, 50_000):
+            assert index.captions(row) == (str(row),) and index.place(row) == (f"n{row}", 0, 0, 9)
+            assert index.classes[index.label(row)] == names[row * 7 % 3]
+        shutil.rmtree(tmp_path / kept)
 
 
 @pytest.mark.parametrize("labels, texts, message", [
