@@ -28,7 +28,7 @@ from dstrain.data.pixels import SUFFIXES, read_image
 from dstrain.encoders.text import captions_of
 from dstrain.data.sizes import pixel_sizes
 from dstrain.index_data import IndexOptions, index_data, report
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data import check_index_scale
 from tests.support import gloo
 from tests.support.pictures import folder, picture
@@ -207,8 +207,8 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
 
 
 def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
-    """Oracle: what was listed: from 50,001 samples on the index stands on the disk, in the user's cache, or in the run's
-    folder where there is one; classes that are met in any order are numbered in theirs.
+    """Oracle: what was listed: from 50,001 samples on the index stands on the disk, in the user's cache, or in the
+    folder of the run where there is one; classes that are met in any order are numbered in theirs.
     """
     monkeypatch.setattr("dstrain.data.layouts.LAYOUTS", (Bundle,))
     monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle,))
@@ -226,6 +226,23 @@ def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
             assert index.captions(row) == (str(row),) and index.place(row) == (f"n{row}", 0, 0, 9)
             assert index.classes[index.label(row)] == names[row * 7 % 3]
         shutil.rmtree(tmp_path / kept)
+
+
+def test_faults_of_the_storage(tmp_path, monkeypatch):
+    """Oracle: the contract: an index that cannot be written is the user's to mend; data that cannot be read are not."""
+    root = folder(tmp_path / "d", 1, 2)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file cannot be written .*data.index=FOLDER"):
+        open_images(root, 16, index=tmp_path / "file")
+
+    def failing(self, part: str) -> Iterator[Sample]:
+        raise NotRead("the storage fails")
+        yield
+
+    monkeypatch.setattr(Folders, "samples", failing)
+    for kept in (None, tmp_path / "i"):
+        with pytest.raises(NotRead):
+            open_images(root, 16, index=kept)
 
 
 @pytest.mark.parametrize("labels, texts, message", [
