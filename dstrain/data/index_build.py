@@ -29,7 +29,7 @@ from dstrain.data.columns import Columns, ELSEWHERE
 from dstrain.data.files import Files
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index, VERSION, WATCHED, read_sealed
-from dstrain.data.layouts import LAYOUTS, files_of, recognised
+from dstrain.data.layouts import files_of, recognised
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.disk import atomic, lines, sealed
 from dstrain.ranks import group
@@ -146,12 +146,11 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     """
     index = Index.open(folder)
     watched = index and read_sealed(folder / WATCHED)
-    kinds = {kind.__name__: kind for kind in LAYOUTS}
-    if not watched or index.header["layout"] not in kinds:
+    if not watched:
         return None
-    if not (kind := kinds[index.header["layout"]]).recognises(path, files, request):
+    layout = recognised(path, files, request)
+    if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
         return None
-    layout = kind(path, files, request)
     layout.classes, layout.notes = index.classes, index.header["notes"]
     layout.prepare(_unpacked(folder))
     now = _stats(layout, watched["names"])

@@ -72,8 +72,8 @@ def _decoded(line: bytes, number: int, where: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, as "
-                          "`iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1") from None
+        raise ConfigError(f"{where}, line {number}: byte {line[error.start]:#x} is no UTF-8: write the file in UTF-8, "
+                          "as `iconv -f LATIN1 -t UTF-8 OLD > NEW` does for text in Latin-1") from None
 
 
 class _Csv(Table):
@@ -94,7 +94,8 @@ class _Csv(Table):
             for row in reader:
                 yield reader.line_num, row
         except csv.Error as error:
-            raise ConfigError(f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?") from None
+            raise ConfigError(f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
+                              ) from None
 
 
 class _Tsv(_Csv):
@@ -156,9 +157,9 @@ class _Parquet(Table):
             sizes = [content.column(place).total_uncompressed_size for place in range(content.num_columns)
                      if content.column(place).path_in_schema.split(".")[0] in columns]
             if sum(sizes) > min(max(_SMALL, _WIDEST * content.num_rows), _LARGEST):
-                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} in "
-                                  f"{content.num_rows:,} rows, too much for a list: write smaller row groups, with rows "
-                                  f"below {_WIDEST >> 10} KB")
+                raise ConfigError(f"{self.where}: row group {group} has {sum(sizes) >> 20} MB of {', '.join(columns)} "
+                                  f"in {content.num_rows:,} rows, too much for a list: write smaller row groups, with "
+                                  f"rows below {_WIDEST >> 10} KB")
             try:
                 for batch in file.iter_batches(_BATCH, row_groups=[group], columns=list(columns)):
                     for row in batch.to_pylist():

@@ -17,6 +17,7 @@ import torchvision
 import webdataset
 from PIL import Image
 
+from dstrain.data.clips import Cut
 from dstrain.data.files import LocalFiles, expanded
 from dstrain.data.images import open_images
 from dstrain.data.layouts import LAYOUTS, recognised
@@ -27,7 +28,9 @@ from dstrain.data.pixels import SUFFIXES
 from dstrain.encoders.text import captions_of
 from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources
+from dstrain.data.videos import open_videos
 from dstrain.recipe import ConfigError, Data
+from tests.support.clips import moving, write
 from tests.support.pictures import folder, picture
 
 CLASSES, EACH = 3, 4
@@ -87,7 +90,14 @@ def test_webdataset(tmp_path, plain):
     captioned = open_images(some, 16, request=request)
     assert captions_of(torch.stack([captioned[i]["caption"] for i in range(len(captioned))])) == \
         [f"no. {i}" for i in range(5, len(files))]
-    assert len(open_images(tmp_path / "shards" / "out-00002.tar", 16)) == len(files) - 10
+    whole = open_images(tmp_path / "shards", 16, request=request)
+    assert whole.layout.notes == {"uncaptioned": 5} and len(whole) == len(files) - 5
+    layout = whole.layout
+    for _ in (0, 1):                                                   # as when a large index moves to a disk
+        assert sum(1 for part in layout.parts() for _ in layout.samples(part)) == len(whole)
+        assert layout.watched() and layout.notes == {"uncaptioned": 5}
+    (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
+    assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 
 
 def test_tars_of_others(tmp_path):
@@ -235,7 +245,8 @@ def of_python_2(content: dict) -> bytes:
             return b"}(" + b"".join(value(key) + value(inner) for key, inner in item.items()) + b"u"
         rows, columns = item.shape
         return (b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
-                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R(K\x03U\x01|NNN"
+                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K"
+                b"\x01\x87R(K\x03U\x01|NNN"
                 b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb")
     return b"\x80\x02" + value(content) + b"."
 
@@ -363,3 +374,45 @@ def test_one_form_each(tmp_path, plain):
     assert len(open_images(plain, 16)) == CLASSES * EACH
     names = [layout.__name__ for layout in LAYOUTS]
     assert len(set(names)) == len(names)
+
+
+def test_labels_and_class_list(tmp_path, plain):
+    """Oracle: the folder with the same entries of the recipe: classes by a list, by the prefix of a name, and none."""
+    (tmp_path / "list.txt").write_text("c d\nx\na\na-b\n")
+    for file in files_of(plain):
+        file.rename(file.with_name(f"{file.parent.name}_{file.name}"))
+    with zipfile.ZipFile(tmp_path / "out.zip", "w") as archive, webdataset.TarWriter(str(tmp_path / "out.tar")) as tar:
+        for file in files_of(plain):
+            archive.writestr(file.relative_to(plain).as_posix(), file.read_bytes())
+            tar.write({"__key__": f"{file.parent.name}/{file.stem}", "png": file.read_bytes(),
+                       "cls": file.parent.name.encode()})
+    for labels, class_list in (("auto", "list.txt"), ("prefix", "list.txt"), ("prefix", None), ("none", None)):
+        request = Request(SUFFIXES, labels=labels, class_list=class_list and str(tmp_path / class_list))
+        expected = open_images(plain, 16, request=request)
+        by_stem = {Path(expected.name(i)).stem: expected[i]["label"] for i in range(len(expected))}
+        zipped = open_images(tmp_path / "out.zip", 16, request=request)
+        assert [zipped.name(i) for i in range(len(zipped))] == [expected.name(i) for i in range(len(expected))]
+        for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
+            source = open_images(path, 16, request=request)
+            assert {Path(source.name(i)).stem: source[i]["label"] for i in range(len(source))} == by_stem
+            assert source.classes == expected.classes
+    (tmp_path / "list.txt").write_text("c d\na\n")
+    for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
+        with pytest.raises(ConfigError, match="'a-b' is not among the 2 of data.class_list"):
+            open_images(path, 16, request=Request(SUFFIXES, class_list=str(tmp_path / "list.txt")))
+
+
+def test_clips_in_tars(tmp_path):
+    """Oracle: the folder of the same clips and captions beside them."""
+    root = tmp_path / "plain"
+    root.mkdir()
+    with webdataset.TarWriter(str(tmp_path / "out.tar")) as tar:
+        for number in range(3):
+            content = write(root / f"{number}.mp4", moving(5 + number, seed=number), "mpeg4").read_bytes()
+            (root / f"{number}.txt").write_text(f"clip {number}")
+            tar.write({"__key__": str(number), "jpg": b"a picture of it", "mp4": content, "txt": f"clip {number}"})
+    cut = Cut(3, 16, 16, 3)
+    source, expected = open_videos(tmp_path / "out.tar", cut), open_videos(root, cut)
+    assert len(source) == len(expected) == 3
+    for i in range(3):
+        assert all(torch.equal(source[i][name], expected[i][name]) for name in ("video", "caption"))

@@ -8,12 +8,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from dstrain.data.class_list import ClassList, read_class_list
 from dstrain.data.files import Files, LocalFiles
 
 _PEEKED = 4096                             # names of a folder by which its form is judged
@@ -86,6 +88,18 @@ class Layout(ABC):
 
         Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
         """
+
+    @cached_property
+    def class_list(self) -> ClassList:
+        """data.class_list, read."""
+        return read_class_list(self.request.class_list)
+
+    def label(self, own: int | str | None, name: str) -> int | str | None:
+        """A sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
+        if self.request.labels == "none" or own is None and self.request.labels == "auto":
+            return None
+        at = f"{self.request.key}={self.root}"
+        return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
 
     def prepare(self, folder: Path) -> None:
         """Unpacks what can only be read from its beginning, once, on one rank, into a folder that need not exist yet.

@@ -38,7 +38,7 @@ class Cifar(Layout):
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
         self.form, self.folder, self.own = _form(root, files)
-        self.classes = self._class_names()
+        self.classes = self.class_list.classes or self._class_names()
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -62,7 +62,8 @@ class Cifar(Layout):
                               "anew") from None
         name = part.removeprefix(self.folder)
         for number, (place, label) in enumerate(zip(places, labels)):
-            yield Sample(Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS), label)
+            at = Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS)
+            yield Sample(at, self.label(label, at.name))
 
     def read(self, place: Place) -> np.ndarray:
         pixels = self.files.span(f"{self.folder}{self.own[place.file]}", place.offset, place.size)
@@ -95,12 +96,13 @@ class Cifar(Layout):
 def _form(root: str, files: Files) -> tuple[str, str, tuple[str, ...]] | None:
     """The form of the data, the folder below the root that holds them, and the files to read; None: no CIFAR."""
     own = root.rstrip("/").rpartition("/")[2]
-    is_file = peek(files) == [(own, False)]
+    top = peek(files)
+    is_file = top == [(own, False)]
     for form, (train, test, meta, _) in _FORMS.items():
         if is_file and own in (*train, test) and _exists(files, meta):
             return form, "", (own,)
-        for folder in () if is_file else ("", f"{form}/"):
-            if all(_exists(files, folder + name) for name in (train[0], test, meta)):
+        for folder, first in (("", (train[0], False)), (f"{form}/", (form, True))):
+            if first in top and not is_file and all(_exists(files, folder + name) for name in (train[0], test, meta)):
                 return form, folder, train
     return None
 

@@ -96,9 +96,10 @@ class Idx(Layout):
             if (magic, count, len(labels)) != (_MAGIC_OF_LABELS, number, number):
                 raise ConfigError(f"it is no file of {number:,} labels")
         stem = part.rpartition("/")[2].removesuffix(".gz")
+        self.classes = self.class_list.classes
         for place in range(number):
-            yield Sample(Place(f"{stem}/{place:05}", 0, _HEADER.size + place * height * width, height * width),
-                         labels[place])
+            at = Place(f"{stem}/{place:05}", 0, _HEADER.size + place * height * width, height * width)
+            yield Sample(at, self.label(labels[place], at.name))
 
     def read(self, place: Place) -> np.ndarray:
         if self._unpacked is not None:

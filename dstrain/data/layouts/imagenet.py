@@ -14,6 +14,7 @@ import csv
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from dstrain.data.class_list import SYNSET, read_class_list
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import class_folders, few, listing, walk
-from dstrain.data.labels import is_split
+from dstrain.data.labels import is_split, refuse_splits
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.layouts.clips import Clips
 from dstrain.data.layouts.folders import Folders
@@ -37,6 +38,7 @@ _TRUTHS = ("LOC_val_solution.csv", "ILSVRC2012_devkit_t12/data/ILSVRC2012_valida
            "imagenet_2012_validation_synset_labels.txt")
 _TITLES = "LOC_synset_mapping.txt"
 _UP = 5                                    # folders above val/ in which such files are looked for
+_LOOKED = 100                              # entries of a folder that are looked at
 _MOST = 1 << 24                            # bytes of such a file
 
 
@@ -51,8 +53,8 @@ def taken_apart(path: str | Path, held_out: float, held_out_path: str | Path | N
     if splits is None:
         return path, held_out_path or (None if held_out or whole else held_out_by(path))
     if whole:
-        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path={splits[0]}, "
-                          f"and for evaluation data.held_out_path={splits[1]}")
+        raise ConfigError(f"data.path={path}: train and val in it are splits, not classes: write data.path="
+                          f"{splits[0]}, and for evaluation data.held_out_path={splits[1]}")
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
@@ -92,8 +94,8 @@ class ListedFolders(Folders):
         parts, names = super().parts(), read_class_list(self.request.class_list)
         unknown = [name for name in self.classes if name not in names.places]
         if parts == [""] or self._by_name is not None:
-            raise ConfigError(f"{self.request.key}={self.root} has no class folders, and {names.where} names some: leave "
-                              "it out, or write data.labels=prefix for files such as cat_1.png")
+            raise ConfigError(f"{self.request.key}={self.root} has no class folders, and {names.where} names some: "
+                              "leave it out, or write data.labels=prefix for files such as cat_1.png")
         if unknown:
             raise ConfigError(f"{self.request.key}={self.root}: the class folders {few(unknown)} are not among the "
                               f"{len(names.classes)} of {names.where}: add them there, or take them away")
@@ -113,6 +115,7 @@ class AllFiles(Folders):
     def parts(self) -> list[str]:
         root, names = Path(self.root), read_class_list(self.request.class_list)
         with listing(root, self.request.key):
+            refuse_splits(root, class_folders(root), self.request.key)
             if next(walk(root, "", self.request.suffixes), None) is None:
                 raise self._without_files()
         self.classes = names.classes if self.request.labels == "prefix" else ()
@@ -172,19 +175,20 @@ class FlatVal(Layout):
 
 def titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
     """What people call the classes: of data.class_list or LOC_synset_mapping.txt near the data; else their names."""
-    files = [class_list] if class_list else [place / _TITLES for place in _above(path)]
-    for file in filter(os.path.isfile, files):
+    file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _above(path))), None)
+    try:
         names = read_class_list(file)
-        if names.titles and set(classes) <= set(names.classes):
-            return tuple(names.titles[names.places[name]] for name in classes)
-    return classes
+    except ConfigError:                           # then the data could not be read, or it is someone else's
+        return classes
+    if not names.titles or not set(classes) <= set(names.classes):
+        return classes
+    return tuple(names.titles[names.places[name]] for name in classes)
 
 
 def _first_val(root: str | Path) -> bool:
-    """Whether a folder begins with one of ImageNet's validation images, and so is flat."""
+    """Whether one of ImageNet's validation images is among the first entries of a folder, which then is flat."""
     with os.scandir(root) as entries:
-        first = next((entry.name for entry in entries if entry.name[0] != "."), "")
-    return _VAL.fullmatch(first) is not None
+        return any(_VAL.fullmatch(entry.name) for entry in islice(entries, _LOOKED))
 
 
 def _above(root: str | Path) -> list[Path]:
@@ -201,12 +205,13 @@ def _synsets(truth: Path) -> tuple[Path, list[str]]:
     """A file with the labels of val/, and the synset of each image in the order of their numbers."""
     try:
         rows = small.read_text(truth, _MOST).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        pairs = list(csv.reader(rows)) if truth.suffix == ".csv" else []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{truth} cannot be read ({' '.join(str(error).split())}): take the kit's own file") from None
     if truth.suffix == ".csv":
-        numbered = {int(match[1]): row[1].split()[0] for row in csv.reader(rows)
-                    if len(row) == 2 and row[1] and (match := _VAL.fullmatch(f"{row[0]}.JPEG"))}
-        labels = [numbered.get(number, "") for number in range(1, max(numbered, default=0) + 1)]
+        numbered = {int(match[1]): row[1].partition(" ")[0] for row in pairs
+                    if len(row) == 2 and (match := _VAL.fullmatch(f"{row[0]}.JPEG"))}
+        labels = [numbered.get(number, "") for number in range(1, len(numbered) + 1)]
     else:
         labels = [row.strip() for row in rows if row.strip()]
         if truth.name.startswith("ILSVRC2012"):

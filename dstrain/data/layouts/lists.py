@@ -52,8 +52,8 @@ class TableList(Layout):
 
     def parts(self) -> list[str]:
         if self.request.captions_file is not None:
-            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions stand "
-                              "in a column of it: write data.columns={caption: NAME}")
+            raise ConfigError(f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
+                              "stand in a column of it: write data.columns={caption: NAME}")
         return [f"{table.name}:{group}" for table in self._tables() for group in range(table.groups())]
 
     def watched(self) -> list[str]:
@@ -73,7 +73,7 @@ class TableList(Layout):
             texts = tuple(text for column in columns["caption"] for text in captions(row.get(column), at))
             yield Sample(Place(path if path.startswith("/") else base + path),
                          self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
-                         texts or ("",) * bool(columns["caption"]))       # the sample then counts as bad, as its caption
+                         texts or ("",) * bool(columns["caption"]))          # without a text, it will be a bad sample
 
     def read(self, place: Place) -> Path:
         return self.files.local(place.name)
@@ -183,7 +183,7 @@ class Metadata(TableList):
 
 
 def captions(value: Any, at: str) -> Iterator[str]:
-    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is something else."""
+    """The captions in a value: a text, or a list of texts; none where it is empty. ConfigError: it is no such."""
     for text in value if isinstance(value, list) else [value]:
         if text is None:
             continue
@@ -210,7 +210,7 @@ def exists(files: Files, name: str) -> bool:
 
 
 def _column(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """The columns that hold the `kind`: named by data.columns, else known by their names; of captions there may be more.
+    """The columns that hold the `kind`: named by data.columns, else known by their names. Captions may have several.
 
     ConfigError: a named column is not there.
     """

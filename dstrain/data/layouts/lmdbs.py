@@ -44,8 +44,9 @@ class Lmdbs(Layout):
         train = tuple(name for name in names if not name.startswith("test_") and _UNSEEN not in name)
         self.names = train or names
         self._unseen = [name for name in names if train and _UNSEEN in name]
-        if len(self.names) > 1:
-            self.classes = tuple(sorted({_class_of(name) for name in self.names}))
+        self._several = len(self.names) > 1
+        if self._several:
+            self.classes = self.class_list.classes or tuple(sorted({_class_of(name) for name in self.names}))
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
@@ -62,7 +63,7 @@ class Lmdbs(Layout):
 
     def samples(self, part: str) -> Iterator[Sample]:
         """ConfigError: no LMDB, a truncated or damaged one, or one whose values are no images."""
-        number, label = self.names.index(part), _class_of(part) if self.classes else None
+        number, label = self.names.index(part), _class_of(part) if self._several else None
         folder = f"{label}/" if label is not None else ""
         begins_well: list[bool] = []
         try:
@@ -76,7 +77,7 @@ class Lmdbs(Layout):
                         if len(begins_well) == _TRIED and not any(begins_well):
                             raise ConfigError("its values are no encoded images, as LSUN's are: convert it to a folder")
                     name = key.decode("utf-8", "backslashreplace")
-                    yield Sample(Place(f"{folder}{name}", number, offset, size), label)
+                    yield Sample(Place(f"{folder}{name}", number, offset, size), self.label(label, name))
         except ConfigError as error:
             raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}") from None
 

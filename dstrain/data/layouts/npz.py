@@ -69,9 +69,11 @@ class Npz(Layout):
             if images.member.method == STORED:
                 first += data_place(file, images.member)
         size = math.prod(images.shape[1:])
+        self.classes = self.class_list.classes
         for number in range(images.shape[0]):
             label = None if labels is None else int(labels[number])
-            yield Sample(Place(f"{number:08}", 0, first + number * size, size), label)
+            name = f"{number:08}"
+            yield Sample(Place(name, 0, first + number * size, size), self.label(label, name))
 
     def read(self, place: Place) -> np.ndarray:
         if self._unpacked is not None:

@@ -5,9 +5,9 @@
     data.path=shards/{00000..00099}.tar        also {a,b}.tar
 
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
-name. Captions are in .txt, one a line, else in .json (beside.py). A tar file is never extracted: one pass over its headers finds
-where members lie, and they are read by offset. Names in it are data, never paths. Only regular members are read; links,
-devices and sparse files are passed over. Of repeated members the first counts.
+name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
+headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
+are read; links, devices and sparse files are passed over. Of repeated members the first counts.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from dstrain.data.files import Files
+from dstrain.data.folder import listing
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.layouts.beside import in_json, in_text
 from dstrain.disk import small
@@ -37,49 +38,56 @@ class Tars(Layout):
     """
 
     kind = "webdataset tars"
+    _first: str                            # of the parts
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         """Whether there are tar files, and no images or folders beside them; for captions these do not count."""
-        if "{" in root:
+        if _several(root):
             return _is_tar(root)
-        names = files.names() if request.captions else peek(files)
         if request.captions:
-            return any(not folder and _is_tar(name) for name, folder in names)
+            with listing(root, request.key):
+                return any(not folder and _is_tar(name) for name, folder in files.names())
+        names = peek(files)
         beside = any(folder or name.lower().endswith(request.suffixes) for name, folder in names)
         return not beside and any(_is_tar(name) for name, _ in names)
 
     def parts(self) -> list[str]:
         """ConfigError: there is a compressed tar file, in which nothing can be read by its place."""
-        names = list(_tars(self.files, "{" in self.root))
+        names = list(_tars(self.files, _several(self.root)))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[:-len(packed)] + ".tar") not in names:
                 raise ConfigError(f"{self.request.key}={self.root}: {name} is compressed, and its members cannot be "
                                   f"read one by one: unpack it, {_UNPACK[packed].format(f'{self.files.root}/{name}')}")
-        return [name for name in names if name.lower().endswith(".tar")]
+        self.classes = self.class_list.classes
+        shards = [name for name in names if name.lower().endswith(".tar")]
+        self._first = shards[0]
+        return shards
 
     def watched(self) -> list[str]:
         return ["", *self.parts()]
 
     def samples(self, part: str) -> Iterator[Sample]:
         members = self._members(part)
+        if self.request.captions and part == self._first:              # listing begins, perhaps anew
+            self.notes["uncaptioned"] = 0
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
                 continue
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.notes["uncaptioned"] = self.notes.get("uncaptioned", 0) + 1
+                self.notes["uncaptioned"] += 1
                 continue
-            label = sample.get("cls", sample.get("label"))
+            label = self.label(sample.get("cls", sample.get("label")), key)
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
             raise ConfigError(f"its header says {place.size} bytes, above the cap of {MAX_BYTES}")
-        shard, end, _ = place.name.partition(".tar/")
-        return self.files.span(shard + end[:-1], place.offset, place.size)
+        end = place.name.lower().index(".tar/") + len(".tar")
+        return self.files.span(place.name[:end], place.offset, place.size)
 
     def _members(self, part: str) -> dict[str, dict[str, Any]]:
         """Of each key the place of its sample, and what its texts say. ConfigError: no tar file, or a damaged one."""
@@ -147,6 +155,11 @@ class _Headers:
         if not 0 <= size <= _MOST_HEADER:
             raise tarfile.ReadError(f"a header says that it has {size:,} bytes")
         return self._file.read(size)
+
+
+def _several(root: str) -> bool:
+    """Whether files are named one by one: by a pattern, or as addresses with spaces between them."""
+    return "{" in root or "://" in root and " " in root
 
 
 def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:

@@ -70,7 +70,8 @@ class PathList(TableList):
         rows = [line.split() for line in lines(self.files, _CLASSES, where) if line.strip()]
         if [row[:1] for row in rows] != [[str(number)] for number in range(1, len(rows) + 1)] or (
                 any(len(row) != 2 for row in rows)):
-            raise ConfigError(f"{where}: its lines are not 1 CLASS, 2 CLASS, ...: mend it, or write data.class_list=FILE")
+            raise ConfigError(f"{where}: its lines are not 1 CLASS, 2 CLASS, ...: mend it, or write "
+                              "data.class_list=FILE")
         return ClassList(tuple(row[1] for row in rows), where=where)
 
     def _table(self, name: str) -> Table:

@@ -44,18 +44,21 @@ class Zips(Layout):
         except ConfigError as error:
             raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
         names = [name[len(top):] for name in members.names]
-        if labels is None:
+        if labels is None and self.request.labels == "auto":
             by_name = self._by_folders(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
         else:
+            labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
                 raise self._refusal(f"{LABELS} has no label of {few(missing, 1)}, of {len(names)} "
                                     f"{self.request.noun}: pack it anew")
             if labels:
                 self.classes = tuple(map(str, range(max(labels.values()) + 1)))
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
+        self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
         for place in order:
-            yield Sample(Place(names[place], 0, members.offsets[place], members.packed[place]), by_name(names[place]))
+            name = names[place]
+            yield Sample(Place(name, 0, members.offsets[place], members.packed[place]), self.label(by_name(name), name))
 
     def read(self, place: Place) -> bytes:
         return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
