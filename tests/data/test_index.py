@@ -184,7 +184,6 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     any of several captions; in memory and on the disk, and pixels as of a file.
     """
     monkeypatch.setattr(layouts, "LAYOUTS", (Bundle, *layouts.LAYOUTS))
-    monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle, *layouts.LAYOUTS))
     texts = [["one"], ["a", "b\u00e9"], ["z", "x"], ["four", "4", "iv"]]
     root = bundle(tmp_path / "d", labels, texts)
     request = Request(SUFFIXES, captions=True)
@@ -211,7 +210,6 @@ def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
     folder of the run where there is one; classes that are met in any order are numbered in theirs.
     """
     monkeypatch.setattr("dstrain.data.layouts.LAYOUTS", (Bundle,))
-    monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root, names = bundle(tmp_path / "d", [], []), ("ox", "cat", "dog")
     rows = [json.dumps([f"n{number}", 0, 9, names[number * 7 % 3], [str(number)]]) for number in range(50_001)]
