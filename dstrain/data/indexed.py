@@ -71,7 +71,7 @@ class Indexed(Source):
         """int32 (N,), all of them: for data that are known to be small."""
         return np.concatenate([labels for _, labels in self._chunks()])
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
 
     def describe(self) -> str:

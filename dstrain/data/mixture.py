@@ -155,10 +155,11 @@ class Mixture(Source):
         order = torch.cat(rows).argsort()
         return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}, bad
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None) -> None:
+    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         for source, here, places in self._by_source(index):
             if self.sources[source].expects:
-                self.sources[source].expect(places, None if mirrored is None else mirrored[here])
+                self.sources[source].expect(places, *(None if values is None else values[here]
+                                                      for values in (mirrored, chance)))
 
     def name(self, index: int) -> str:
         source, place = self._place(index)

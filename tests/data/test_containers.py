@@ -245,7 +245,8 @@ def of_python_2(content: dict) -> bytes:
             return b"}(" + b"".join(value(key) + value(inner) for key, inner in item.items()) + b"u"
         rows, columns = item.shape
         return (b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R(K\x01M"
-                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R(K\x03U\x01|NNN"
+                + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86cnumpy\ndtype\nU\x02u1K\0K"
+                b"\x01\x87R(K\x03U\x01|NNN"
                 b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89" + text(item.tobytes()) + b"tb")
     return b"\x80\x02" + value(content) + b"."
 

@@ -43,7 +43,7 @@ class Tars(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         """Whether there are tar files, and no images or folders beside them; for captions these do not count."""
-        if "{" in root:
+        if _several(root):
             return _is_tar(root)
         if request.captions:
             with listing(root, request.key):
@@ -54,7 +54,7 @@ class Tars(Layout):
 
     def parts(self) -> list[str]:
         """ConfigError: there is a compressed tar file, in which nothing can be read by its place."""
-        names = list(_tars(self.files, "{" in self.root))
+        names = list(_tars(self.files, _several(self.root)))
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[:-len(packed)] + ".tar") not in names:
@@ -157,6 +157,11 @@ class _Headers:
         if not 0 <= size <= _MOST_HEADER:
             raise tarfile.ReadError(f"a header says that it has {size:,} bytes")
         return self._file.read(size)
+
+
+def _several(root: str) -> bool:
+    """Whether files are named one by one: by a pattern, or as addresses with spaces between them."""
+    return "{" in root or "://" in root and " " in root
 
 
 def _tars(files: Files, deep: bool, folder: str = "") -> Iterator[str]:
