@@ -184,12 +184,7 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     any of several captions; in memory and on the disk, and pixels as of a file.
     """
     monkeypatch.setattr(layouts, "LAYOUTS", (Bundle, *layouts.LAYOUTS))
-<<<<<<< HEAD
-    monkeypatch.setattr("dstrain.data.index_build.LAYOUTS", (Bundle, *layouts.LAYOUTS))
     texts = [["one"], ["a", "b\u00e9"], ["y", "x"], ["four", "4", "iv"]]
-=======
-    texts = [["one"], ["a", "b\u00e9"], ["z", "x"], ["four", "4", "iv"]]
->>>>>>> h1
     root = bundle(tmp_path / "d", labels, texts)
     request = Request(SUFFIXES, captions=True)
     for kept in (None, tmp_path / "i", tmp_path / "i"):
