@@ -14,8 +14,9 @@ from dstrain.data.folder import few
 from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION
 from dstrain.data.layouts.base import Layout, Sample
 from dstrain.disk import atomic, sealed
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, write_errors
 
+ELSEWHERE = "make room, or name another folder for the index with data.index=FOLDER"
 _RENUMBERED = "label.new"                  # the column of labels, once classes are sorted
 _LARGEST = 1 << 30                         # label
 _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
@@ -104,9 +105,9 @@ class Columns:
             return int.from_bytes(file.read(8), sys.byteorder)
 
     def write(self, durable: bool = False) -> None:
-        """Moves what is in memory to the disk."""
+        """Moves what is in memory to the disk. ConfigError: it is full."""
         for name, buffer in self.buffers.items():
-            with open(self.folder / f"{name}.bin", "ab") as file:
+            with write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
                 file.write(buffer)
                 self.sizes[name] += len(buffer) * getattr(buffer, "itemsize", 1)
                 if durable:

@@ -126,8 +126,8 @@ class Index:
         folder = self._split_folder(held_out)
         header = read_sealed(folder / HEADER)
         if header is None:
-            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index=FOLDER,"
-                              " a folder that all machines share")
+            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index="
+                              "FOLDER, a folder that all machines share")
         row = header[split]
         return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dstrain.data.columns import Columns
+from dstrain.data.columns import Columns, ELSEWHERE
 from dstrain.data.files import Files
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index, VERSION, WATCHED, read_sealed
@@ -92,7 +92,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
         index = _in_memory(layout)
         if index is not None:
             return layout, index
-    with write_errors(folder.parent, "name another folder for the index with data.index=FOLDER"), _locked(folder):
+    with _locked(folder):
         return _found(folder, path, files, request, anew=True) or (layout, _on_disk(layout, folder))
 
 
@@ -126,9 +126,11 @@ def _unpacked(folder: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other command makes this index."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
+    """Waits until no other command makes this index. ConfigError: it cannot be written there."""
+    with write_errors(folder.parent, ELSEWHERE):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open(folder.with_name(f"{folder.name}.lock"), "a")
+    with file:
         phases().at("waiting for another command that lists the same data")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -101,8 +101,8 @@ def test_what_is_not_like_imagenet(tmp_path):
     """Oracle: the contract: refused as before where val/ has other classes, or others stand beside, whatever the labels;
     a run takes its own held-out data where these are named.
     """
-    for names in (("train/a", "train/b", "val/a", "val/c"), ("train/a", "train/b", "val/a", "other/c"), ("train/a", "val/a"),
-                  ("train", "val")):
+    for names in (("train/a", "train/b", "val/a", "val/c"), ("train/a", "train/b", "val/a", "other/c"),
+                  ("train/a", "val/a"), ("train", "val")):
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
         for name in names:
             flat(tmp_path / "d" / name)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import tracemalloc
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -27,7 +28,7 @@ from dstrain.data.pixels import SUFFIXES, read_image
 from dstrain.encoders.text import captions_of
 from dstrain.data.sizes import pixel_sizes
 from dstrain.index_data import IndexOptions, index_data, report
-from dstrain.recipe import ConfigError, Data
+from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data import check_index_scale
 from tests.support import gloo
 from tests.support.pictures import folder, picture
@@ -183,7 +184,7 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     any of several captions; in memory and on the disk, and pixels as of a file.
     """
     monkeypatch.setattr(layouts, "LAYOUTS", (Bundle, *layouts.LAYOUTS))
-    texts = [["one"], ["a", "b\u00e9"], ["y", "x"], ["four", "4", "iv"]]
+    texts = [["one"], ["a", "b\u00e9"], ["z", "x"], ["four", "4", "iv"]]
     root = bundle(tmp_path / "d", labels, texts)
     request = Request(SUFFIXES, captions=True)
     for kept in (None, tmp_path / "i", tmp_path / "i"):
@@ -202,6 +203,44 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
     changed = open_images(root, 16, request=request).fingerprint()
     (root / "bundle.jsonl").write_text((root / "bundle.jsonl").read_text().replace("four", "five"))
     assert open_images(root, 16, request=request).fingerprint() != changed
+
+
+def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
+    """Oracle: what was listed: from 50,001 samples on the index stands on the disk, in the user's cache, or in the
+    folder of the run where there is one; classes that are met in any order are numbered in theirs.
+    """
+    monkeypatch.setattr("dstrain.data.layouts.LAYOUTS", (Bundle,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, names = bundle(tmp_path / "d", [], []), ("ox", "cat", "dog")
+    rows = [json.dumps([f"n{number}", 0, 9, names[number * 7 % 3], [str(number)]]) for number in range(50_001)]
+    (root / "bundle.jsonl").write_text("\n".join(rows[:-1]))
+    request = Request(SUFFIXES, captions=True)
+    assert open_index(root, request)[1].folder is None
+    (root / "bundle.jsonl").write_text("\n".join(rows))
+    for run, kept in ((None, "cache/dstrain/index"), (tmp_path / "run", "run/index")):
+        _, index = open_index(root, request, run=run)
+        assert index.folder.parent == tmp_path / kept and index.classes == ("cat", "dog", "ox") and len(index) == 50_001
+        for row in (0, 1, 2, 25_000, 50_000):
+            assert index.captions(row) == (str(row),) and index.place(row) == (f"n{row}", 0, 0, 9)
+            assert index.classes[index.label(row)] == names[row * 7 % 3]
+        shutil.rmtree(tmp_path / kept)
+
+
+def test_faults_of_the_storage(tmp_path, monkeypatch):
+    """Oracle: the contract: an index that cannot be written is the user's to mend; data that cannot be read are not."""
+    root = folder(tmp_path / "d", 1, 2)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file cannot be written .*data.index=FOLDER"):
+        open_images(root, 16, index=tmp_path / "file")
+
+    def failing(self, part: str) -> Iterator[Sample]:
+        raise NotRead("the storage fails")
+        yield
+
+    monkeypatch.setattr(Folders, "samples", failing)
+    for kept in (None, tmp_path / "i"):
+        with pytest.raises(NotRead):
+            open_images(root, 16, index=kept)
 
 
 @pytest.mark.parametrize("labels, texts, message", [
