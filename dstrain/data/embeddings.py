@@ -65,8 +65,8 @@ class Pairs(Source):
     def __init__(self, stored: "Stored", split: str, begin: int, end: int) -> None:
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
         self.light = stored.size < 1 << 30            # small tables: workers only cost
-        self.order = Order(len(stored))
-        self.rows = self.order.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
+        self.permutation = Order(len(stored))
+        self.rows = self.permutation.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
 
     def __len__(self) -> int:
         return self.count
@@ -92,7 +92,7 @@ class Pairs(Source):
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
     def _row(self, index: int) -> int:
-        return int(self.rows[index]) if self.rows is not None else self.order.index_at(self.begin + index)
+        return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
 
 
 class Stored:

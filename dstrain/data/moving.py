@@ -48,7 +48,7 @@ class MovingFashion(Source):
         if side < 5:
             raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
-        self.order = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
+        self.permutation = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.items) * len(MOTIONS)
@@ -69,12 +69,12 @@ class MovingFashion(Source):
         """The number of the item, and the motion."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number, motion = divmod(int(self.order[index]), len(MOTIONS))
+        number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
         return number, list(MOTIONS)[motion]
 
     def _positions(self, index: int) -> tuple[Tensor, Tensor]:
         """The x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
-        key = rng.keys_of_seeds(torch.tensor([int(self.order[index])]))
+        key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
         speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()      # all in [0, 1)
         side = self.items.image_size
         lengths = self.width - side, self.height - side                  # the largest x and y

@@ -98,16 +98,16 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
 
 
 def test_what_is_not_like_imagenet(tmp_path):
-    """Oracle: the contract: refused as before where val/ has other classes, or others stand beside, whatever the labels;
-    a run takes its own held-out data where these are named.
+    """Oracle: the contract: refused as before where val/ has other classes, or others stand beside, with any labels; a run
+    takes its own held-out data where these are named.
     """
-    for names in (("train/a", "train/b", "val/a", "val/c"), ("train/a", "train/b", "val/a", "other/c"), ("train/a", "val/a"),
-                  ("train", "val")):
+    for names in (("train/a", "train/b", "val/a", "val/c"), ("train/a", "train/b", "val/a", "other/c"),
+                  ("train/a", "val/a"), ("train", "val")):
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
         for name in names:
             flat(tmp_path / "d" / name)
         for labels in ("auto", "none"):
-            with pytest.raises(ConfigError, match=f"are splits, not classes: write data.path={tmp_path / 'd' / 'train'}"):
+            with pytest.raises(ConfigError, match=f"are splits, not classes: write data.path={tmp_path / 'd/train'}"):
                 open_sources(Data(path=str(tmp_path / "d"), image_size=16, labels=labels))
     root = imagenet(tmp_path / "in", True)
     other = flat(tmp_path / "own" / SYNSETS[2])
@@ -131,8 +131,8 @@ def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
 
 
 def test_a_kit_that_does_not_fit(tmp_path):
-    """Oracle: the contract: a sentence names the file and what is wrong; without a kit val/ has no classes, and an index
-    made before the kit was there is not taken.
+    """Oracle: the contract: a sentence names the file and what is wrong; without a kit val/ has no classes, and an
+    index made before the kit was there is not taken.
     """
     root = imagenet(tmp_path / "d", False)
     section = Data(path=str(root / "val"), image_size=16, index=str(tmp_path / "index"))

@@ -1,5 +1,6 @@
 """The forms in which people keep data, in the order in which they are tried; `recognised` chooses one."""
 
+import os
 from pathlib import Path
 
 from dstrain.data.files import Files, before_pattern
@@ -21,6 +22,7 @@ from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.data.layouts.zips import Zips
 from dstrain.data.remote import files_at, is_address
 from dstrain.data.tables import TABLES
+from dstrain.disk.small import kind_of
 from dstrain.recipe import ConfigError
 
 LAYOUTS: tuple[type[Layout], ...] = (
@@ -37,6 +39,8 @@ def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
+    if os.path.exists(path) and (kind := kind_of(path)) not in (None, "a folder"):
+        raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
     return files_at(path, request.cache)
 
 
