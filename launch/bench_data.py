@@ -18,8 +18,8 @@ of it, with the same pixels. dstrain's are uint8, which the device converts. --w
 The table shows the fastest and the median of the rounds. Without workers CPU time counts, so that what other programs
 take does not. Ratios are of the medians.
 
-2026-11-22, two busy cores, --loaders in CPU time, three times: the folder 1.23 to 1.35 of official, tar 1.00 and shards
-1.00 to 1.01 of the folder.
+2026-11-22, two busy cores, --loaders in CPU time, three times: the folder 1.19, 1.23 and 1.35 of official; tar 1.00 to
+1.01 and shards 1.01 to 1.02 of the folder.
 """
 
 import argparse

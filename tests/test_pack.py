@@ -153,7 +153,9 @@ def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, capti
 
 
 def test_tars_are_as_webdataset_writes_them(tmp_path):
-    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; classes' names beside."""
+    """Oracle: tarfile: members in order, with the files' bytes, numbers of classes, captions; classes' names beside; and
+    the plain folder: labels and pixels of the tars as data.
+    """
     root = folder(tmp_path / "data", 2, 20)
     index = packed(root, tmp_path / "out", format="tar", shard_bytes=20_000)
     plain, number = open_images(root, 32), 0
@@ -166,6 +168,9 @@ def test_tars_are_as_webdataset_writes_them(tmp_path):
                 assert int(archive.extractfile(label).read()) == plain[number]["label"]
                 number += 1
     assert number == 40 and (tmp_path / "out" / "classes.txt").read_text() == "c0\nc1\n"
+    tars = open_images(tmp_path / "out", 32)
+    for i in range(40):
+        assert tars[i]["label"] == plain[i]["label"] and torch.equal(tars[i]["image"], plain[i]["image"])
     _write_tar(file := io.BytesIO(), [("x", (root / "c0/000.png").read_bytes(), None, ("a cat",)),
                                       ("y.JPG", b"jpeg", None, ("one", "two"))], 7, SUFFIXES)
     file.seek(0)
