@@ -57,6 +57,8 @@ def lines(files: Files, name: str, where: str) -> Iterator[str]:
     """The lines of a text file with their ends. ConfigError: one is no UTF-8, or too long."""
     try:
         file = files.open(name)
+    except NotRead:
+        raise
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     with file:

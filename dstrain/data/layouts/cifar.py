@@ -17,7 +17,7 @@ from dstrain.data.files import Files
 from dstrain.data.folder import listing
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.pickled import as_array, read_pickle
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _PIXELS = 3072                             # bytes: the planes red, green and blue of 32 x 32
 _MOST = 1 << 28                            # bytes of a file
@@ -81,6 +81,8 @@ class Cifar(Layout):
                 meta = read_pickle(content)
                 names = [_text(word) for word in meta.get(b"fine_label_names") or meta.get("fine_label_names")
                          or meta.get(b"label_names") or meta["label_names"]]
+        except NotRead:
+            raise
         except (OSError, ConfigError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
             names = []
         return tuple(names) if len(set(names)) == count else tuple(map(str, range(count)))
@@ -110,6 +112,8 @@ def _form(root: str, files: Files) -> tuple[str, str, tuple[str, ...]] | None:
 def _exists(files: Files, name: str) -> bool:
     try:
         return files.stat(name).size > 0               # a folder has none
+    except NotRead:
+        raise
     except OSError:
         return False
 

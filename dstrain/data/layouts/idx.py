@@ -23,7 +23,7 @@ from dstrain.data import unpacked
 from dstrain.data.files import Files
 from dstrain.data.folder import few, listing
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, exists, peek
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _IMAGES = re.compile(r"(?P<set>[a-z]+-[a-z]+-)?(?P<split>train|t10k|test)-images[-.]idx3-ubyte(?P<gz>\.gz)?")
 _FOLDERS = ("", *(f"{name}raw/" for name in ("", "MNIST/", "FashionMNIST/", "KMNIST/", "EMNIST/")))
@@ -147,6 +147,8 @@ def _images(root: str, files: Files) -> list[str]:
             continue
         try:
             inner = files.names(folder.rstrip("/")) if folder else top
+        except NotRead:
+            raise
         except OSError:
             continue
         names = {name for name, is_folder in inner if not is_folder and _IMAGES.fullmatch(name)}

@@ -16,7 +16,7 @@ from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import few
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.tables import TABLES, Table, open_table
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 COLUMNS = {                                # names by which a column is known, the first that is there counts
     "path": ("file_name", "path", "file", "filename", "file_path", "filepath", "image", "image_path", "image_file",
@@ -205,6 +205,8 @@ def exists(files: Files, name: str) -> bool:
     try:
         with files.open(name):
             return True
+    except NotRead:
+        raise
     except (OSError, ConfigError):
         return False
 

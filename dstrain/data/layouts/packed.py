@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dstrain.data.files import Files
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.packing import INDEX, PACKING, read_index, samples_of, shard_name
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, NotRead
 
 _MAX_BYTES = 1 << 28                       # of a file that is read
 
@@ -34,6 +34,8 @@ class PackedFiles(Layout):
         for shard in body["shards"]:
             try:
                 size = self.files.stat(shard["name"]).size
+            except NotRead:
+                raise
             except OSError:
                 size = None
             if size != shard["size"]:
