@@ -1,5 +1,6 @@
 """Files below a root, by relative names with slashes: on a disk here, or behind an address in remote.py."""
 
+import errno
 import os
 import re
 import stat
@@ -50,6 +51,15 @@ class Files(ABC):
         """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
 
 
+def is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:            # a link to itself leads nowhere, as a dangling one
+            raise
+        return False
+
+
 class LocalFiles(Files):
     """A folder, a single file, or the files of a pattern such as shards/{00..99}.tar, on this machine.
 
@@ -74,7 +84,7 @@ class LocalFiles(Files):
             below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
             return sorted({(name.split("/")[0], "/" in name) for name in below})
         with os.scandir(os.path.join(self.root, folder)) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in entries if entry.name[0] != ".")
+            return sorted((entry.name, is_folder(entry)) for entry in entries if entry.name[0] != ".")
 
     def stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))

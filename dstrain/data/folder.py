@@ -1,6 +1,5 @@
 """What listing folders needs: class folders, files at any depth, and questions to many files by several threads."""
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from dstrain.data.files import is_folder
 from dstrain.recipe import ConfigError
 
 _THREADS = 16                              # a network's disk answers slowly
@@ -33,17 +33,8 @@ def class_folders(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         return ()
     with os.scandir(root) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and _is_folder(entry)
+        return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)
                             and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))))
-
-
-def _is_folder(entry: os.DirEntry) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if error.errno != errno.ELOOP:            # a link to itself leads nowhere, as a dangling one
-            raise
-        return False
 
 
 def of_each(ask: Callable[[_A], _T], names: Sequence[_A]) -> Iterator[_T]:
@@ -72,7 +63,7 @@ def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] 
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.name[0] == ".":                             # .DS_Store, ._photo.jpg
                 continue
-            if _is_folder(entry):
+            if is_folder(entry):
                 target = f"{above[-1]}/{entry.name}"
                 if entry.is_symlink():
                     target = os.path.realpath(entry.path)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from dstrain.data.class_list import ClassList, read_class_list
-from dstrain.data.files import Files, LocalFiles
+from dstrain.data.files import Files, LocalFiles, is_folder
 from dstrain.recipe import Cache, NotRead
 
 _PEEKED = 4096                             # names of a folder by which its form is judged
@@ -134,7 +134,7 @@ def peek(files: Files) -> list[tuple[str, bool]]:
         return files.names()
     try:
         with os.scandir(files.root) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
+            return sorted((entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if entry.name[0] != ".")
     except OSError:
         return []
 

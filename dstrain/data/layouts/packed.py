@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dstrain.data.files import Files
-from dstrain.data.layouts.base import Layout, Place, Request, Sample
+from dstrain.data.layouts.base import Layout, Place, Request, Sample, exists
 from dstrain.data.packing import INDEX, PACKING, read_index, samples_of, shard_name
 from dstrain.recipe import ConfigError, NotRead
 
@@ -17,8 +17,7 @@ class PackedFiles(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = {name for name, folder in files.names() if not folder}
-        return INDEX in names or PACKING in names and shard_name(0) in names
+        return exists(files, INDEX) or exists(files, PACKING) and exists(files, shard_name(0))
 
     def parts(self) -> list[str]:
         """ConfigError: not packed to the end, a shard is missing or has another size, clips where images are asked for.
