@@ -13,7 +13,7 @@ usage:  [deepspeed] launch/pack.py DATA --out SHARDS [options] [data.KEY=VALUE .
 
   DATA                  a folder or a file of data, as data.path (launch/data.md lists the forms)
   --out SHARDS          where to write; the same command again makes what is missing or damaged
-  --format NAME         shards, mapped by offset and read by dstrain (shards), or webdataset tars (tar)
+  --format NAME         shards, read by dstrain with one read a sample (shards), or webdataset tars (tar)
   --shard-bytes N       bytes of a shard, about; 256M and 1G are understood (256M)
   --captions            captions of images, too; those of videos are always kept
   --images              of a folder with videos among images, the images alone
