@@ -151,7 +151,7 @@ def test_invert(tiny, tmp_path, capsys):
     assert f"--invert: pictures come back to {error:.3g} of 255 on average" in capsys.readouterr().out
     for words, message in (({"sampler": "dpm++"}, "sampler=dpm.* cannot be inverted"),
                            ({"low_res": given}, "--low-res .*takes no pictures"),
-                           ({"then": (tiny,)}, "leave out --low-res and --then")):
+                           ({"then": (tiny,)}, "leave out --low-res, --then and --size")):
         with pytest.raises(ConfigError, match=message):
             generate(GenerateOptions(tiny, invert=given, out=tmp_path / "none", **words))
 

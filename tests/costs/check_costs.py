@@ -67,7 +67,8 @@ def real(folder: Path, world: int) -> None:
         if stage in (1, 3):
             path = folder / f"{world} {case} {stage} {bf16}"
             Checkpoints(path, engines, ema, system).save(1, last=True)
-            tensors = [tensor for file in path.rglob("*.safetensors") for tensor in read_header(file)[0].values()]
+            files = [file for file in path.rglob("*.safetensors") if not file.name.startswith("index-")]
+            tensors = [tensor for file in files for tensor in read_header(file)[0].values()]
             own["checkpoint"] = sum(span.nbytes for tensor in tensors for span in tensor.spans)
             group.barrier()
         figures[f"{case} {stage} {bf16}"] = own

@@ -4,6 +4,7 @@ import pytest
 
 from dstrain.data.batches import held_out
 from dstrain.data.images import open_images
+from dstrain.data.spread import View
 from dstrain.drawing.sampling import score
 from dstrain.evaluate import measure
 from tests.support import gloo
@@ -16,17 +17,14 @@ from tests.systems.vae.test_kl import nets_of as kl_nets_of
 SAMPLES = 11                                      # no multiple of a batch or a world
 
 
-class First:
+class First(View):
     """The first few held-out garments."""
 
     def __init__(self):
-        self.whole = open_images("builtin:fashion", 16, channels=1, split="held_out")
+        super().__init__(open_images("builtin:fashion", 16, channels=1, split="held_out"))
 
     def __len__(self):
         return SAMPLES
-
-    def read_batch(self, *request):
-        return self.whole.read_batch(*request)
 
 
 def figures(rank, world, batch):
