@@ -214,6 +214,23 @@ def test_npz(tmp_path, save, labels, monkeypatch):
         assert torch.equal(anew[0]["image"], open_images(root, 16)[9]["image"])
 
 
+@pytest.mark.parametrize("labels", [[0.5, 1.7], [0, np.nan], [0, np.inf], [[0, 0], [0, 1]], [[.3, .7], [0, 1]],
+                                    [[3], [2]]])
+def test_labels_of_an_npz_that_are_none(tmp_path, labels):
+    """Oracle: the contract: labels are whole numbers or one-hot rows, and nothing else is rounded to one."""
+    np.savez(tmp_path / "a.npz", np.zeros((2, 8, 8, 3), np.uint8), np.array(labels))
+    with pytest.raises(ConfigError, match="neither whole numbers .* nor one-hot"):
+        open_images(tmp_path / "a.npz", 16)
+
+
+def test_a_label_below_zero_in_a_tar(tmp_path):
+    """Oracle: the contract: -1 is no class, and no name of one."""
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        writer.write({"__key__": "a", "png": b"", "cls": b"-1"})
+    with pytest.raises(ConfigError, match="has the label -1"):
+        open_images(tmp_path, 16)
+
+
 def cifar(root: Path, hundred: bool, draw: np.random.Generator) -> None:
     """What torchvision unpacks: batches by the pickle of Python 2, protocol 2, whose texts are bytes."""
     names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]

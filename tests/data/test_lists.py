@@ -141,6 +141,9 @@ def test_labels_of_a_table(tmp_path, kind):
     numbers = tuple(map(str, range(11)))
     assert labels(["9", "10", "9"]) == ([9, 10, 9], numbers)
     assert labels([9, 10, 9]) == ([9, 10, 9], numbers)
+    assert labels(["9.0", "10.0", "9.0"]) == ([9, 10, 9], numbers)     # pandas, where a column had gaps
+    with pytest.raises(ConfigError, match="the label -1 is no number from 0"):
+        labels(["-1", "2", "3"])
     assert labels(["9", "cat", "10"]) == ([1, 2, 0], ("10", "9", "cat"))
     order = ("cat", "b", "10", "a", "9")
     assert labels(["9", "cat", "10"], class_list=str(tmp_path / "order")) == ([4, 0, 2], order)

@@ -6,6 +6,7 @@ relative to the table's folder, or absolute; a list is what its writer says, so 
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ COLUMNS = {                                # names by which a column is known, t
 _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
 _NAMED = 20                                # columns that a message names
 _LOOKED = 20                               # first rows whose files are looked for
+_NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")     # a whole number as tables write it
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
 
@@ -117,7 +119,7 @@ class TableList(Layout):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         label = label.strip() if isinstance(label, str) else label
         if self.numbers or self.classes and label not in self.names.places:
-            label = int(label) if _is_number(label) else label
+            label = int(str(label).partition(".")[0]) if _is_number(label) else label
         if self.classes:
             return self.names.number(label, at)
         if type(label) is int and not 0 <= label < 1 << 20:
@@ -235,4 +237,4 @@ def _columns_if_readable(table: Table) -> list[str]:
 
 def _is_number(label: Any) -> bool:
     return type(label) is int or (isinstance(label, float) and label.is_integer()) or (
-        isinstance(label, str) and label.strip().isascii() and label.strip().isdigit())
+        isinstance(label, str) and _NUMBER.fullmatch(label.strip()) is not None)

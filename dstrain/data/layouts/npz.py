@@ -129,7 +129,12 @@ def _labels(file: BinaryIO, number: int) -> np.ndarray | None:
         raise ConfigError(f"its arr_1 is {array.dtype} {array.shape}, and labels are integers ({number},)")
     content = b"".join(blocks(file, array.member))
     labels = np.frombuffer(content, array.dtype, offset=array.start).reshape(array.shape)
-    return labels.argmax(1) if labels.ndim == 2 else labels
+    one_hot = labels.ndim == 2
+    whole = ((labels != 0).sum(1) == 1) & (labels.max(1) == 1) if one_hot else \
+        np.isfinite(labels) & (labels == np.trunc(labels))
+    if not whole.all():
+        raise ConfigError("its arr_1 holds neither whole numbers (N,) nor one-hot rows (N, classes): write one of these")
+    return labels.argmax(1) if one_hot else labels
 
 
 def _header(file: BinaryIO, member: Member) -> _Array:

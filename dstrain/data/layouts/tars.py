@@ -190,4 +190,4 @@ def _label(text: str) -> int | str | None:
     """A number or the name of a class. ValueError: it is too long for either."""
     if len(text) > _LONGEST_LABEL:
         raise ValueError(f"a label has {len(text):,} characters")
-    return int(text) if text.isdecimal() and len(text) < 20 else text or None
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else text or None
