@@ -133,7 +133,7 @@ def _labels(file: BinaryIO, number: int) -> np.ndarray | None:
     whole = ((labels != 0).sum(1) == 1) & (labels.max(1) == 1) if one_hot else \
         np.isfinite(labels) & (labels == np.trunc(labels))
     if not whole.all():
-        raise ConfigError("its arr_1 holds neither whole numbers (N,) nor one-hot rows (N, classes): write one of these")
+        raise ConfigError("its arr_1 holds neither whole numbers (N,) nor one-hot rows (N, classes): write these")
     return labels.argmax(1) if one_hot else labels
 
 
