@@ -1,5 +1,6 @@
 """Encoding a data set: what the shards hold, what the same command does again, what it refuses."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -306,7 +307,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
 
 def test_several_crops(tmp_path, vae):
     """Oracle: diffusers' posterior of the crops that data.crop's own function cuts by the numbers of each sample and
-    crop; the crop that the sample's key draws; the first one, held out. Parts and shards change no bit.
+    crop; the crop that the sample's key draws; the first one, held out; numpy's deviation of all that is stored. Parts and shards change no bit.
     """
     from diffusers import AutoencoderKL
     root, network = folder(tmp_path / "data", 2, 4), AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False)
@@ -323,6 +324,10 @@ def test_several_crops(tmp_path, vae):
     assert not torch.allclose(expected[:, 0], expected[:, 1], atol=1e-2)
     source, seen = Latents(tmp_path / "out"), set()
     assert "3 crops each" in source.describe()
+    paths = sorted((tmp_path / "out").glob("shard_*"))
+    stored = np.concatenate([load_file(path)["moments"] for path in paths]).astype(np.float64)
+    std = math.sqrt(stored[:, :, 0].var() + (stored[:, :, 1] ** 2).mean())
+    assert source.index["statistics"]["scaling_factor"] == pytest.approx(1 / std, rel=1e-6)
     with Batches(source, global_batch=8, micro_batch=4, seed=2) as batches:
         for step in range(14):
             for batch in batches.at(step):

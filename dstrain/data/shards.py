@@ -236,7 +236,8 @@ def body_of(encoding: dict[str, Any], classes: list[str] | None, records: list[d
     if encoding["kind"] == "tokens":
         summary = {"largest": max(shard["largest"] for shard in summed)}
     else:
-        summary = statistics(summed, encoding["number"] * encoding["flips"] * math.prod(encoding["shape"][1:]))
+        views = encoding.get("crops", 1) * encoding["flips"]
+        summary = statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
     counts = Counter()
     for record in records:
         counts.update(dict(record["labels"]))

@@ -62,6 +62,11 @@ class SystemConfig(Section):
         """
         return model
 
+    @classmethod
+    def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
+        """The section of a run's own run.yaml, with what an older dstrain did where it names no choice."""
+        return model
+
     def conflicts(self, run: Run) -> list[str]:
         """What in the rest of the recipe does not fit this section: one line each, with the keys and the remedy."""
         return []

@@ -409,3 +409,13 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
     with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "other") as folder:
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("critic, labels", [("token", "replaced"), (None, "masked")])
+def test_a_run_of_an_older_dstrain_keeps_its_ways(tmp_path, critic, labels):
+    """Oracle: what Phenaki did before it had these entries, which a run.yaml of that time lacks."""
+    (tmp_path / "run.yaml").write_text(recipe.dump(Run(system="phenaki", model={
+        "critic": critic, "decoding": {"sample_temperature": 0.9}})))
+    model = folders.recipe_of(tmp_path).model
+    assert model["critic_labels"] == labels
+    assert model["decoding"] == {"sample_temperature": 0.9, "sample_temperature_schedule": "decay"}

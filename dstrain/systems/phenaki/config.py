@@ -165,6 +165,13 @@ class Config(SystemConfig):
                               f"data.path are of {codes.first_stage}; name the one that encoded them, or use this one")
 
     @classmethod
+    def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
+        if "critic_labels" in model:
+            return model
+        decoding = {"sample_temperature_schedule": "decay", **(model.get("decoding") or {})}
+        return {**model, "decoding": decoding, "critic_labels": "replaced" if model.get("critic") else "masked"}
+
+    @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """The section; the fields that it leaves out are taken from the tokenizer and the cache."""
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
