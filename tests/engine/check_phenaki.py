@@ -140,7 +140,8 @@ def losses(nets, whole, critic):
 
     def criticism(network):
         judged = network.to_critic(network.trunk(filled.view_as(tokens), **said)).flatten(1)
-        return share(F.binary_cross_entropy_with_logits(judged, (filled != flat).float(), reduction="none"))
+        each = F.binary_cross_entropy_with_logits(judged, masked.float(), reduction="none")
+        return ((each * place).sum(1) / total).mean()
 
     if critic == "self":
         yield "maskgit", entropy + WEIGHT * criticism(net)
