@@ -63,7 +63,7 @@ class Mixture(Section):
         if not self.mixture:
             return [(True, "data.mixture=[]: name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave "
                      "it out")]
-        paths = [source.path for source in self.mixture]
+        paths = [os.path.normpath(source.path) for source in self.mixture]
         weighted = [source.path for source in self.mixture if source.weight is not None]
         both = [source.path for source in self.mixture if source.held_out and source.held_out_path]
         return [

@@ -289,6 +289,7 @@ def test_sources_that_do_not_fit(tmp_path):
     for entries, message, *more in (
             ("[]", r"data.mixture=\[\]: name its sources"),
             (f"[{{path: {a}}}, {{path: {a}}}]", "names .*a twice: name it once"),
+            (f"[{{path: {a}}}, {{path: {a}/}}]", "names .*a twice: name it once"),
             (f"[{{path: {a}, weight: 1}}, {{path: {b}}}]", "a has a weight, and others have none"),
             (f"[{{path: {a}, weight: 0}}]", r"data.mixture\[0\].weight=0: it should be greater than 0"),
             (f"[{{path: {a}, held_out: 0.1, held_out_path: {b}}}]", "has held_out and held_out_path"),
