@@ -108,7 +108,8 @@ def recipe_of(folder: Path) -> Run:
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reworded(options={"--recipe ": ""}):
         run = load(folder / "run.yaml")
-    return run.model_copy(update={"model": config_class(run.system).recorded(run.model)})
+    with reworded(f"{folder}: "):
+        return run.model_copy(update={"model": config_class(run.system).recorded(run.model)})
 
 
 def same_data(earlier: str, fingerprint: str) -> bool:
