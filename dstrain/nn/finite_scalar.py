@@ -1,0 +1,87 @@
+"""Finite scalar quantization (FSQ; Mentzer et al. 2023, arXiv:2309.15505): a few numbers, each rounded to few levels.
+
+A vector is projected to d numbers z. Number i is bounded to the range of its L_i levels by a tanh and rounded, and the
+gradient passes straight through the rounding. All L_1 * ... * L_d combinations are the codebook: nothing of it is
+learned, so there is neither a commitment nor a term that spreads its use. Everything from z on is float32.
+
+The bound is the paper's: for an even number of levels it is shifted by half a level, and z = 0 still falls on a level.
+The paper suggests five levels or more for each number: [8, 6, 5] for about 2 ** 8 codes, [8, 5, 5, 5] for 2 ** 10,
+[7, 5, 5, 5, 5] for 2 ** 12, [8, 8, 8, 6, 5] for 2 ** 14, [8, 8, 8, 5, 5, 5] for 2 ** 16.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dstrain.nn.layers import Linear
+from dstrain.nn.lookup_free import Quantized
+from dstrain.nn.quantize import wide
+from dstrain.recipe import ConfigError
+
+_MARGIN = 1e-3                                    # by which the bound exceeds the outermost levels, as published
+
+
+class FiniteScalar(nn.Module):
+    """d projections, rounded to `levels`, as a quantizer of nn/lookup_free.py: forward, encode and decode."""
+
+    def __init__(self, dim: int, levels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.levels = tuple(levels)
+        self.project_in, self.project_out = Linear(dim, len(levels)), Linear(len(levels), dim)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Quantized:
+        """(B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
+        z = bounded(wide(self.project_in(x)), self.levels)                                        # (B, ..., d)
+        rounded = z + (z.round() - z).detach()
+        nothing = z.new_zeros(len(x))
+        return Quantized(self.project_out(code_of(rounded, self.levels).to(x.dtype)), tokens_of(z, self.levels),
+                         nothing, nothing, nothing, z.new_zeros(len(x), 0))
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(B, ..., dim) -> int64 (B, ...)."""
+        return tokens_of(bounded(wide(self.project_in(x)), self.levels), self.levels)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """int64 (B, ...) -> (B, ..., dim)."""
+        code = code_of(levels_of(tokens, self.levels), self.levels)
+        return self.project_out(code.to(self.project_out.weight.dtype))
+
+
+def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """z within half a level of the integers -(L // 2) to (L - 1) // 2, and 0 at 0: (..., d) -> (..., d)."""
+    half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
+    offset = [0.0 if size % 2 else 0.5 for size in levels]
+    shift = [math.atanh(by / most) for by, most in zip(offset, half)]
+    half, offset, shift = (z.new_tensor(values) for values in (half, offset, shift))
+    return half * torch.tanh(z + shift) - offset
+
+
+def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """The number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...)."""
+    places = z.round().long() + z.new_tensor([size // 2 for size in levels], dtype=torch.int64)
+    return (places * _strides(levels, z.device)).sum(-1)
+
+
+def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """The integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
+    sizes = torch.tensor(levels, device=tokens.device)
+    return ((tokens[..., None] // _strides(levels, tokens.device)) % sizes - sizes // 2).float()
+
+
+def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
+    return rounded / rounded.new_tensor([size // 2 for size in levels])
+
+
+def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
+    """ConfigError: a number of levels below 2, or another product than the codebook's size, the field `key`."""
+    if not levels or min(levels) < 2:
+        raise ConfigError(f"levels {list(levels)}: give two levels or more for each number, such as [8, 6, 5]")
+    if math.prod(levels) != codebook_size:
+        raise ConfigError(f"levels {list(levels)} make {math.prod(levels)} tokens and {key} is {codebook_size}: write "
+                          f"{key}={math.prod(levels)}, or other levels")
+
+
+def _strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([math.prod(levels[:number]) for number in range(len(levels))], device=device)
