@@ -26,7 +26,7 @@ RULES = {
     "track.throughput": ("recipe", "systems.base", "track.flops", "track.profile"),
     "data": GROUND,
     "runs": (*GROUND, "engine", "encoders", "systems", "systems.base", "__version__"),
-    "metrics": (*GROUND, "encoders", "data"),
+    "metrics": (*GROUND, "nn", "encoders", "data"),
     "drawing": (*GROUND, "data", "track", "systems.base"),
     "metrics.during": (*GROUND, "metrics", "data", "drawing", "systems.base"),
     "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops", "bench.sides", "train"),
@@ -98,7 +98,7 @@ def allowed(module: str) -> tuple[str, ...]:
     """What of dstrain a module may import, itself and its folder included."""
     if module.startswith("launch."):
         if module.startswith("launch.builtin."):
-            return ("encoders", "metrics")                         # the tools that made the packaged data
+            return ("encoders", "metrics", "nn")                   # the tools that made the packaged data
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:

@@ -1,15 +1,13 @@
-"""The network behind the metrics of the built-in data: a small classifier of Fashion-MNIST's ten classes.
+"""The metrics of the built-in data by nn/classifier.py, a small classifier of Fashion-MNIST's ten classes.
 
-launch/builtin/make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is. Its features are
-the 64 numbers before the last layer. Of a clip they are means over its frames, at the place of the item (clips.py).
+Its features are the 64 numbers before the last layer. Of a clip they are means over its frames, at the place of the
+item (clips.py).
 """
 
 from hashlib import blake2b
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data import moving
@@ -17,40 +15,10 @@ from dstrain.data.images import FASHION
 from dstrain.encoders.precision import computing
 from dstrain.metrics.clips import grey, items, motions
 from dstrain.metrics.network import Features, by_class, three_channels
+from dstrain.nn.classifier import BUILTIN, FILE, Classifier
 from dstrain.recipe import ConfigError
 
-FILE = "fashion-classifier.safetensors"
-BUILTIN = Path(__file__).parents[1] / "data" / "builtin"
 SIDE = 28                                      # pixels of an image that the network sees
-
-
-class Classifier(nn.Module):
-    """float32 (N, 1, 28, 28) in [0, 1] -> features (N, 64) and logits (N, 10)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (1, 32, 64, 128, 128)
-        self.convolutions = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
-            for before, after in zip(widths, widths[1:]))
-        self.features = nn.Linear(widths[-1] * 9, 64)
-        self.logits = nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        x = images
-        for number, convolution in enumerate(self.convolutions):
-            x = convolution(x)
-            if number < 3:
-                x = F.max_pool2d(x, 2)                                       # 28 -> 14 -> 7 -> 3
-        features = self.features(x.flatten(1))
-        return features, self.logits(F.relu(features))
-
-    @classmethod
-    def load(cls, path: Path) -> "Classifier":
-        """The trained network, in evaluation mode and float32."""
-        network = cls()
-        network.load_state_dict(load_file(path))
-        return network.eval()
 
 
 def prepared(images: Tensor) -> Tensor:

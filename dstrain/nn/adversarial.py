@@ -6,6 +6,8 @@ penalty), Lin et al. 2025 (arXiv:2501.08316: the slope from a small random step)
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from dstrain.recipe import ConfigError
 
 _LEAK = 0.2                                       # slope of the leaky units below 0
+_LEAST_RISE = 1e-3                                # of the mean logit, by a step of length 1 in each value
 
 
 class PatchDiscriminator(nn.Module):
@@ -99,14 +102,43 @@ def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
-def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float = 1e4) -> Tensor:
-    """A factor that makes the critique's gradient as long as the other: two (B, C, H, W) -> (B,), at most `most`.
+def balance(of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
+    """A factor that makes the critique's gradient as long as the other, and how long it then is, as a share of that.
 
-    VQGAN takes gradients of the whole batch with respect to the decoder's last layer. Here they are with respect to the
-    picture. That needs no weight of another engine, is independent of the batch, and serves several last layers, too.
+    Two gradients of means, (B, ...) -> (B,) each. The share is 1 except where the critique is too flat to be told from
+    rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the factor
+    stays as if it were 0.001. That bound, as the share, depends neither on the number of values nor on the loss's unit.
+
+    most    VQGAN's bound instead, for gradients with respect to its last layer: 1e-4 is added to the length of the
+            critique's gradient, and the factor is at most this.
     """
     reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
-    return (reconstruction / (critique + 1e-4)).clamp(max=most)
+    if most is None:
+        factor = reconstruction / critique.clamp(min=_LEAST_RISE / of_critique[0].numel() ** 0.5)
+    else:
+        factor = (reconstruction / (critique + 1e-4)).clamp(max=most)
+    return factor, factor * critique / reconstruction.clamp(min=1e-30)
+
+
+@contextmanager
+def inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """A list of what enters a layer within this block, without its graph."""
+    entered: list[Tensor] = []
+    with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
+        yield entered
+
+
+def of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
+    """The gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H, W) and
+    the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
+
+    It needs no weight, so it is the same where weights are scattered (ZeRO-3).
+    """
+    (batch, before), after = entered.shape[:2], of_output.shape[1]
+    of_all = torch.nn.grad.conv2d_weight(
+        entered.float().reshape(1, -1, *entered.shape[2:]), (batch * after, before, side, side),
+        of_output.float().reshape(1, -1, *of_output.shape[2:]), padding=side // 2, groups=batch)
+    return of_all.view(batch, after, before, side, side)
 
 
 def gradient(values: Tensor, picture: Tensor) -> Tensor:

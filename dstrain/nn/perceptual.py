@@ -1,7 +1,9 @@
-"""The perceptual distance LPIPS (Zhang et al. 2018, "The unreasonable effectiveness of deep features"), with VGG-16.
+"""The perceptual distance LPIPS (Zhang et al. 2018, "The unreasonable effectiveness of deep features").
 
-The features after the last ReLU of each of the five stages are scaled to unit length over channels. Their squared
-differences are weighted by the published heads, averaged over places and summed over stages. Weights are local.
+The features after the last ReLU of each stage of a classifier are scaled to unit length over channels. Their squared
+differences are weighted by heads, averaged over places and summed over stages. Published are VGG-16 with heads that
+were fitted to people's judgement; these weights must be on this machine. The package has a small classifier of its own,
+for data like the built-in garments; all its channels count alike (LPIPS without fitted heads).
 """
 
 import pickle
@@ -13,17 +15,59 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dstrain.nn.classifier import BUILTIN as CLASSIFIER
+from dstrain.nn.classifier import FILE, Classifier
 from dstrain.recipe import ConfigError
 
 CHANNELS = (64, 128, 256, 512, 512)               # of the five stages
 _ENDS = (3, 8, 15, 22, 29)                        # their last ReLU, as torchvision numbers VGG-16's features
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pictures in [0, 1]
+BUILTIN = "builtin:fashion"                       # in place of a path: the package's classifier
 REMEDY = ("give a folder (or a .safetensors or .pt file) with torchvision's VGG-16 (vgg16-397923af.pth) and the heads "
-          "of LPIPS 0.1 (vgg.pth), or without it set the perceptual weight to 0")
+          f"of LPIPS 0.1 (vgg.pth), for garments like the built-in ones {BUILTIN}, or without it set the perceptual "
+          "weight to 0")
 
 
-class Perceptual(nn.Module):
-    """LPIPS 0.1 with VGG-16; frozen. ConfigError: no weights at `path`, or not all of them, with the remedy."""
+class Distance(nn.Module):
+    """A frozen distance of pictures; a subclass has `heads`, a weight for each channel of a stage, and `_stages`."""
+
+    heads: nn.ParameterList
+
+    def train(self, mode: bool = True) -> "Distance":
+        """Stays in evaluation mode, whatever the networks around it do."""
+        return super().train(False)
+
+    def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
+        """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
+        distance = picture.new_zeros(len(picture), dtype=torch.float32)
+        for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
+            difference = (_unit(features) - _unit(true_features)).square()                        # (B, c, h, w)
+            distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
+        return distance
+
+    def _stages(self, x: Tensor) -> list[Tensor]:
+        """Features of pictures in [-1, 1], (B, c, h, w) by stage."""
+        raise NotImplementedError
+
+
+class OfGarments(Distance):
+    """By the package's classifier of garments, which sees luminance: the mean over its four stages, from 0 to 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = Classifier.load(CLASSIFIER / FILE)
+        widths = [convolution[0].out_channels for convolution in self.classifier.convolutions]
+        self.heads = nn.ParameterList(torch.full((width,), 1 / len(widths)) for width in widths)
+        self.register_buffer("luminance", torch.tensor([0.299, 0.587, 0.114]), persistent=False)  # Rec. 601
+        self.requires_grad_(False).eval()
+
+    def _stages(self, x: Tensor) -> list[Tensor]:
+        x = (x.expand(-1, 3, -1, -1).to(self.luminance.dtype) + 1) / 2
+        return self.classifier.stages(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
+
+
+class Perceptual(Distance):
+    """LPIPS 0.1 with VGG-16. ConfigError: no weights at `path`, or not all of them, with the remedy."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
@@ -40,18 +84,6 @@ class Perceptual(nn.Module):
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
         self._load(Path(path).expanduser())
         self.requires_grad_(False).eval()
-
-    def train(self, mode: bool = True) -> "Perceptual":
-        """Stays in evaluation mode, whatever the networks around it do."""
-        return super().train(False)
-
-    def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
-        """The distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
-        distance = picture.new_zeros(len(picture), dtype=torch.float32)
-        for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
-            difference = (_unit(features) - _unit(true_features)).square()                        # (B, c, h, w)
-            distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
-        return distance
 
     def _stages(self, x: Tensor) -> list[Tensor]:
         x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
@@ -76,6 +108,11 @@ class Perceptual(nn.Module):
                 raise ConfigError(f"perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is "
                                   f"needed: {REMEDY}")
         self.load_state_dict({name: weights[name].float() for name in needed})
+
+
+def load(path: str) -> Distance:
+    """The distance whose weights are at `path`, or the package's own. ConfigError: see Perceptual."""
+    return OfGarments() if path == BUILTIN else Perceptual(path)
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ cost as much again, and after an update the last micro-batch would have another 
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -21,10 +21,12 @@ from dstrain.recipe import ConfigError, Section
 
 Nets = Mapping[str, Callable[..., Tensor]]        # part -> its engine, or its bare network
 Loss = Callable[[Nets, dict[str, Tensor]], dict[str, Tensor]]
+_MOST = 1e4                                       # VQGAN's bound of the critique's weight at the last layer
+
 
 class Perceptual(Section):
     path: str
-    """Weights on this machine: a folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1."""
+    """A folder or file with torchvision's VGG-16 and the heads of LPIPS 0.1, or builtin:fashion: a small classifier."""
     weight: float = Field(1.0, ge=0)
     """Of LPIPS, beside the reconstruction (of a clip: of one random real frame); 0 leaves it out."""
 
@@ -33,7 +35,7 @@ class Discriminator(Section):
     start: int = Field(50_000, ge=0)
     """First optimizer step at which it learns and is learned from."""
     weight: float = Field(0.5, ge=0)
-    """Length of the adversarial gradient with respect to the picture / length of the reconstruction's."""
+    """Length of the adversarial gradient / length of the reconstruction's, by sample, for pictures of any size."""
     n_layers: int = Field(3, ge=1)
     """Halvings of the side; a patch is about 2 ** (n_layers + 2) pixels wide (3: 70)."""
     base_channels: int = Field(64, ge=1)
@@ -68,9 +70,16 @@ def require_pictures(judge: Perceptual | None, discriminator: Discriminator | No
 
 def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
     """A line for `conflicts` where the perceptual distance of the section `key` counts and its weights are absent."""
-    if judge is None or not judge.weight or Path(judge.path).expanduser().exists():
+    if judge is None or not judge.weight or judge.path == perceptual.BUILTIN or Path(judge.path).expanduser().exists():
         return []
     return [f"{key}.path={judge.path}: no weights are there: {perceptual.REMEDY}"]
+
+
+class LastLayer(NamedTuple):
+    """A first stage's last convolution, of stride 1 and with its padding."""
+
+    entered: Tensor                               # its input, without a graph: (B, c, H, W)
+    side: int                                     # of its filters
 
 
 class PictureLoss:
@@ -84,7 +93,7 @@ class PictureLoss:
         self.judge, self.discriminator, self.penalty = judge, discriminator, penalty
         self.perceives = judge is not None and judge.weight > 0
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
-        self.network: perceptual.Perceptual | None = None                 # loaded where it is first needed
+        self.network: perceptual.Distance | None = None                 # loaded where it is first needed
 
     def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
         """The parts of a first stage: its own with its loss, and `discriminator` where there is one."""
@@ -109,26 +118,34 @@ class PictureLoss:
         if not self.perceives:
             return {}
         if self.network is None:                  # encoding and exporting a finished run do without
-            self.network = perceptual.Perceptual(self.judge.path).to(picture.device)
+            self.network = perceptual.load(self.judge.path).to(picture.device)
         return {"perceptual": self.network(picture, truth)}
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """The terms recon and perceptual, weighted: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
-    def critique(self, nets: Nets, example: dict[str, Tensor], picture: Tensor, truth: Tensor,
-                 of_mean: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The terms critique and critique_weight, (B,), and the gradient of their product with respect to `picture`.
+    def critique(self, nets: Nets, example: dict[str, Tensor], picture: Tensor, truth: Tensor, of_mean: Tensor,
+                 out: Tensor | None = None, last: LastLayer | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        """The terms critique, critique_weight and critique_share, (B,), and the gradient of the product of the first
+        two with respect to `out`, the leaf that `picture` was made of; None: the picture itself.
 
-        of_mean   the gradient (B, C, H, W) that it is balanced with, of a mean over the values of a picture.
-        Leaves picture and truth in the example for the discriminator's turn.
+        of_mean   the gradient with respect to `out` that it is balanced with, of a mean over the values of a picture.
+        last      balances with respect to this layer, the one that made `out`; None: with respect to `out`.
+        critique_share is the length of the weighted critique's gradient / that of the reconstruction's, where both are
+        balanced. Leaves picture and truth in the example for the discriminator's turn.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
-        of_critique = adversarial.gradient(critique, picture)
-        values = picture[0].numel()               # LDM balances sums over the values, the reconstruction is a mean
-        weight = self.discriminator.weight / values * adversarial.balance(values * of_mean, of_critique)
+        of_critique = adversarial.gradient(critique, picture if out is None else out)
+        if last is None:
+            factor, share = adversarial.balance(of_mean, of_critique)
+        else:
+            factor, share = adversarial.balance(*(adversarial.of_filters(last.entered, of_output, last.side)
+                                                  for of_output in (of_mean, of_critique)), most=_MOST)
+        weight = self.discriminator.weight * factor
         example["original"], example["reconstruction"] = truth, picture.detach()
-        terms = {"critique": critique.detach().float(), "critique_weight": weight}
+        terms = {"critique": critique.detach().float(), "critique_weight": weight,
+                 "critique_share": self.discriminator.weight * share}
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:

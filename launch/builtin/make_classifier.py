@@ -2,7 +2,7 @@
 
     python launch/builtin/make_classifier.py [OUTPUT]
 
-Trains dstrain/metrics/builtin.py's Classifier on the 60,000 training images of Fashion-MNIST (Debian's package
+Trains dstrain/nn/classifier.py's Classifier on the 60,000 training images of Fashion-MNIST (Debian's package
 dataset-fashion-mnist) and measures it on the 10,000 test images. Half of the batches show the items with fewer pixels,
 as the built-in clips do. Weights are stored as float16. The seed determines the initial weights and the batches.
 
@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain.metrics.builtin import FILE, Classifier, prepared
+from dstrain.metrics.builtin import prepared
+from dstrain.nn.classifier import FILE, Classifier
 
 EPOCHS, BATCH, LR, WEIGHT_DECAY, SEED = 10, 128, 4e-3, 5e-2, 0
 SMALLEST = 12                                  # pixels of a side of 32 to which an item is shrunk

@@ -104,8 +104,8 @@ def reference(form: str) -> dict:
         if step >= START:
             critique = -discriminator(frame).mean((1, 2, 3))
             lengths = [torch.autograd.grad(value.sum(), frame, retain_graph=True)[0].flatten(1).norm(dim=1)
-                       for value in ((frame - truth).square().sum((1, 2, 3)), critique)]
-            loss = loss + WEIGHT * (lengths[0] / (lengths[1] + 1e-4)).clamp(max=1e4) / 256 * critique
+                       for value in ((frame - truth).square().mean((1, 2, 3)), critique)]
+            loss = loss + WEIGHT * lengths[0] / lengths[1].clamp(min=1e-3 / 16) * critique
         shown = frame.detach()
         descend("tokenizer", loss.mean())
         q = DECAY * q + (1 - DECAY) * passed.shares.detach().mean(0)

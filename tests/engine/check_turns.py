@@ -114,8 +114,8 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
         if step >= START:
             critique = -nets["discriminator"](picture).mean((1, 2, 3))
             lengths = [torch.autograd.grad(value.sum(), picture, retain_graph=True)[0].flatten(1).norm(dim=1)
-                       for value in (256 * distance, critique)]
-            loss = loss + WEIGHT * (lengths[0] / (lengths[1] + 1e-4)).clamp(max=1e4) / 256 * critique
+                       for value in (distance, critique)]
+            loss = loss + WEIGHT * lengths[0] / lengths[1].clamp(min=1e-3 / 16) * critique
         shown = picture.detach()
         descend("autoencoder", loss.mean())
         if step >= START:

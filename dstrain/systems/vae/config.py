@@ -4,11 +4,16 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from dstrain.nn.finite_scalar import require_levels
 from dstrain.nn.picture_loss import Discriminator, Perceptual, missing_weights, require_pictures
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
 
+
+class ImageDiscriminator(Discriminator):
+    balance: Literal["picture", "last_layer"] = "picture"
+    """Gradients whose lengths are compared: with respect to the picture, or to the decoder's last layer as in VQGAN."""
 
 
 class Temperature(Section):
@@ -37,7 +42,7 @@ class Discrete(Section):
     num_tokens: int = Field(8192, ge=2)
     """Entries of the codebook."""
     codebook_dim: int = Field(512, ge=1)
-    """Width of an entry."""
+    """Width of an entry; fsq has none."""
     num_layers: int = Field(3, ge=1)
     """Halvings of the side: a token stands for a square of 2 ** num_layers pixels."""
     num_resnet_blocks: int = Field(0, ge=0)
@@ -46,21 +51,39 @@ class Discrete(Section):
     """Width of every layer in between."""
     normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     """Means and standard deviations by channel, of pixels in [0, 1]; None: 0.5 and 0.5, for alpha 0 and 1."""
+    quantizer: Literal["gumbel", "fsq", "cosine"] = "gumbel"
+    """gumbel: tokens are drawn, DALL-E's. fsq: few numbers rounded to levels. cosine: the nearest of unit vectors."""
+    levels: tuple[int, ...] | None = None
+    """fsq: levels of each number, whose product is num_tokens, such as [8, 6, 5] for 240; see nn/finite_scalar.py."""
+    commitment_weight: float = Field(0.25, ge=0)
+    """cosine: weight of the squared distance to the entry, which itself moves towards the encoder with weight 1."""
     sampling: Literal[SAMPLINGS] = "soft"
-    """How a token is drawn: relaxed, or as one token with the gradient of the relaxation or of ReinMax."""
+    """gumbel: how a token is drawn: relaxed, or as one token with the gradient of the relaxation or of ReinMax."""
     temperature: Temperature = Temperature()
-    """Temperature of the relaxation, by step."""
+    """gumbel: temperature of the relaxation, by step."""
     reconstruction: Literal["mse", "smooth_l1", "logit_laplace"] = "mse"
     """A mean over values: mse, smooth_l1 (of normalized pixels) or logit_laplace (minus log likelihood, in nats)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Weight of the KL from uniform; 1 makes logit_laplace the evidence lower bound, DALL-E has 6.6."""
+    """gumbel: weight of the KL from uniform; 1 makes logit_laplace the evidence lower bound, DALL-E has 6.6."""
     kl_warmup: int = Field(0, ge=0)
     """Steps in which the weight grows from 0."""
     kl_form: Literal["per_sample", "legacy"] = "per_sample"
     """per_sample: nats of a sample / values of its image. legacy: nats of the micro-batch, undivided, as published."""
+    perceptual: Perceptual | None = None
+    """LPIPS beside the reconstruction, as in VQGAN; None: there is none."""
+    discriminator: ImageDiscriminator | None = None
+    """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _positive(self) -> "Discrete":
+    def _fits(self) -> "Discrete":
+        if (self.levels is not None) != (self.quantizer == "fsq"):
+            raise ConfigError(f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
+                              "quantizer=fsq levels=[8,6,5] num_tokens=240, or neither")
+        if self.levels is not None:
+            require_levels(self.levels, self.num_tokens, "num_tokens")
+        if self.kl_weight and self.quantizer != "gumbel":
+            raise ConfigError(f"kl_weight {self.kl_weight:g}: quantizer {self.quantizer} has no distribution of tokens "
+                              "that could be compared with a uniform one: write kl_weight=0")
         if self.normalization and min(self.normalization[1]) <= 0:
             raise ConfigError(f"normalization: the standard deviations {list(self.normalization[1])} must be above 0")
         return self
@@ -87,7 +110,7 @@ class KL(Section):
     """Weight of the KL from the standard normal, in nats of a sample / values of its image, as in LDM."""
     perceptual: Perceptual | None = None
     """LPIPS beside the reconstruction; None: there is none."""
-    discriminator: Discriminator | None = None
+    discriminator: ImageDiscriminator | None = None
     """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
@@ -126,9 +149,18 @@ class Config(SystemConfig):
             if not len(means) == len(stds) == self.channels:
                 raise ConfigError(f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
                                   f"is {self.channels}: give one of each for every channel")
-        if self.kl:
-            require_pictures(self.kl.perceptual, self.kl.discriminator, self.shape, "kl.")
+        require_pictures(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
         return self
+
+    @property
+    def kind(self) -> "Discrete | KL":
+        """The section of this autoencoder's kind."""
+        return self.discrete or self.kl
+
+    @property
+    def kind_name(self) -> Literal["discrete", "kl"]:
+        """The name of that section."""
+        return "discrete" if self.discrete else "kl"
 
     @property
     def factor(self) -> int:
@@ -147,8 +179,7 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        if self.kl:
-            problems += missing_weights(self.kl.perceptual, "model.kl.perceptual")
+        problems += missing_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append("model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "
                             "learned, and without batch.micro changes with the number of ranks: write batch.micro=, "

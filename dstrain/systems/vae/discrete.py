@@ -1,5 +1,7 @@
 """The network of DALLE-pytorch's discrete VAE: strided convolutions to the logits of tokens, and back from a codebook.
 
+With another quantizer than gumbel the convolutions lead to vectors that are quantized, as in VQGAN (Esser et al. 2021).
+
 Notation: B samples, C channels, K tokens, D = codebook_dim, h = H / 2 ** num_layers. Images are float in [0, 1]; they
 are normalized inside, and `decode` undoes it. State-dict names are the original's, so that its files load unchanged.
 """
@@ -9,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dstrain.nn.finite_scalar import FiniteScalar
+from dstrain.nn.lookup_free import CosineQuantizer
 from dstrain.nn.quantize import Codebook, relax, wide
 from dstrain.recipe import ConfigError
 from dstrain.systems.vae.losses import from_logit_laplace
@@ -17,63 +21,89 @@ Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Relaxed(NamedTuple):
-    """What one pass gives to the loss."""
+    """What one pass with relaxed tokens gives to the loss."""
 
     out: Tensor                                   # the decoder's output, (B, C or 2C, H, W)
-    target: Tensor                                # the normalized image, (B, C, H, W)
     logits: Tensor                                # of the tokens, (B, K, h, w)
 
 
-class DiscreteVAE(nn.Module):
-    """Images to relaxed tokens and back.
+class Rounded(NamedTuple):
+    """What one pass with another quantizer gives to the loss."""
 
-    sampling        how `forward` draws tokens, see nn/quantize.relax.
+    out: Tensor                                   # the decoder's output, (B, C or 2C, H, W)
+    tokens: Tensor                                # int64 (B, h, w)
+    commitment: Tensor                            # see nn/lookup_free.Quantized: (B,)
+    codebook: Tensor                              # (B,)
+
+
+class DiscreteVAE(nn.Module):
+    """Images to tokens and back.
+
+    quantizer       gumbel, fsq with its `levels`, or cosine.
+    sampling        gumbel: how `forward` draws tokens, see nn/quantize.relax.
     logit_laplace   the decoder has 2C outputs, means and logarithms of scales of a logit-Laplace distribution.
     normalization   means and standard deviations by channel; None: 0.5 and 0.5, for alpha 0 and 1.
     """
 
     def __init__(self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
-                 num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, *, sampling: str = "soft",
-                 logit_laplace: bool = False, normalization: Normalization | None = None) -> None:
+                 num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, *, quantizer: str = "gumbel",
+                 levels: tuple[int, ...] = (), sampling: str = "soft", logit_laplace: bool = False,
+                 normalization: Normalization | None = None) -> None:
         super().__init__()
         if image_size % 2 ** num_layers:
             raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2 ** num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
         self.normalize = Normalize(*(normalization or default_normalization(channels)))
-        self.codebook = Codebook(num_tokens, codebook_dim)
+        self.quantizer: FiniteScalar | CosineQuantizer | None = None
+        if quantizer == "gumbel":
+            self.codebook = Codebook(num_tokens, codebook_dim)
+        else:
+            self.quantizer = (FiniteScalar(hidden_dim, levels) if quantizer == "fsq" else
+                              CosineQuantizer(hidden_dim, num_tokens, codebook_dim))
         widths = [channels, *[hidden_dim] * num_layers]
         down = [Down(before, after) for before, after in zip(widths, widths[1:])]
         residual = [ResBlock(hidden_dim) for _ in range(2 * num_resnet_blocks)]
-        entry = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
-        widths = [hidden_dim if num_resnet_blocks else codebook_dim, *[hidden_dim] * num_layers]
+        gumbel = self.quantizer is None           # others project to their codes and back themselves
+        entry = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks and gumbel else []
+        widths = [codebook_dim if gumbel and not num_resnet_blocks else hidden_dim, *[hidden_dim] * num_layers]
         up = [Up(before, after) for before, after in zip(widths, widths[1:])]
-        self.encoder = nn.Sequential(*down, *residual[:num_resnet_blocks], nn.Conv2d(hidden_dim, num_tokens, 1))
+        to_logits = [nn.Conv2d(hidden_dim, num_tokens, 1)] if gumbel else []
+        self.encoder = nn.Sequential(*down, *residual[:num_resnet_blocks], *to_logits)
         self.decoder = nn.Sequential(*entry, *residual[num_resnet_blocks:], *up,
                                      nn.Conv2d(hidden_dim, channels * (1 + logit_laplace), 1))
 
-    def forward(self, x: Tensor, noise: Tensor, temperature: Tensor) -> Relaxed:
-        """A relaxed pass: images in [0, 1], Gumbel noise (B, K, h, w), temperatures (B,)."""
-        target = self.normalize(x)
-        logits = self._logits(target)                                                             # (B, K, h, w)
-        tokens = relax(logits, noise, temperature, self.sampling)
-        return Relaxed(wide(self.decoder(self.codebook(tokens))), target, logits)
+    def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
+        """Images in [0, 1]; for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
+        if self.quantizer is None:
+            logits = wide(self._encoded(x))                                                       # (B, K, h, w)
+            tokens = relax(logits, noise, temperature, self.sampling)
+            return Relaxed(wide(self.decoder(self.codebook(tokens))), logits)
+        vectors = self._encoded(x).movedim(1, -1)                                                 # (B, h, w, D)
+        coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
+        return Rounded(wide(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The likeliest tokens of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
-        return self._logits(self.normalize(x)).argmax(1)
+        """The tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
+        if self.quantizer is None:
+            return wide(self._encoded(x)).argmax(1)
+        return self.quantizer.encode(self._encoded(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
-        return self.pixels(wide(self.decoder(self.codebook(tokens))))
+        vectors = self.codebook(tokens) if self.quantizer is None else channels_first(self.quantizer.decode(tokens))
+        return self.pixels(wide(self.decoder(vectors))).clamp(0, 1)
 
     def pixels(self, out: Tensor) -> Tensor:
-        """The decoder's output as images in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
-        if self.logit_laplace:
-            return from_logit_laplace(out)
-        return self.normalize.undo(out).clamp(0, 1)
+        """The decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
+        return from_logit_laplace(out) if self.logit_laplace else self.normalize.undo(out)
 
-    def _logits(self, target: Tensor) -> Tensor:
-        return wide(self.encoder(target.to(self.codebook.weight.dtype)))
+    def _encoded(self, x: Tensor) -> Tensor:
+        return self.encoder(self.normalize(x).to(self.decoder[-1].weight.dtype))
+
+
+def channels_first(vectors: Tensor) -> Tensor:
+    """(B, h, w, D) -> (B, D, h, w)."""
+    return vectors.movedim(-1, 1).contiguous()
 
 
 class Normalize(nn.Module):
@@ -93,6 +123,10 @@ class Normalize(nn.Module):
                     buffer[channel].fill_(value)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.do(x)
+
+    def do(self, x: Tensor) -> Tensor:
+        """What `forward` does, for a loss: at ZeRO-3 a call of the module itself belongs into the network's pass."""
         return (x - self.means) / self.stds
 
     def undo(self, x: Tensor) -> Tensor:

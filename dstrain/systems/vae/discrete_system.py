@@ -1,4 +1,4 @@
-"""The discrete VAE as a system: relaxed tokens, annealed; Ramesh et al. 2021 (DALL-E) and DALLE-pytorch.
+"""The discrete VAE as a system: relaxed tokens, annealed (Ramesh et al. 2021, DALL-E, and DALLE-pytorch), or rounded.
 
 All randomness is drawn from the samples' keys by name: gumbel.
 """
@@ -13,78 +13,109 @@ from dstrain.nn.quantize import gumbel, kl_to_uniform
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Up, default_normalization
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, default_normalization
 from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
 from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class DiscreteSystem(AutoencoderSystem):
-    """One part, `autoencoder`."""
-
-    remedies = {"autoencoder": (
-        (r"^codebook", "discrete.num_tokens and discrete.codebook_dim"),
+    remedies = {"discriminator": (
+        (r"main\.0\.", "channels and discrete.discriminator.base_channels"),
+        (r"", "discrete.discriminator.base_channels and n_layers"),
+    ), "autoencoder": (
+        (r"^codebook", "discrete.num_tokens, discrete.codebook_dim and discrete.quantizer"),
+        (r"^quantizer", "discrete.quantizer, levels, num_tokens, codebook_dim and hidden_dim"),
         (r"\.net\.", "discrete.num_resnet_blocks, num_layers and hidden_dim"),
         (r"", "discrete.num_layers, num_resnet_blocks, hidden_dim, num_tokens, codebook_dim and channels"),
     )}
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.parts = {"autoencoder": self.learn}
-        self.discrete = config.discrete
+        self.discrete, self.relaxed = config.discrete, config.discrete.quantizer == "gumbel"
         self.codebook_size = self.discrete.num_tokens
         self.latent_shape = (self.codebook_size, self.side, self.side)
 
-    def networks(self) -> dict[str, nn.Module]:
+    def autoencoder(self) -> nn.Module:
         discrete = self.discrete
-        return {"autoencoder": DiscreteVAE(
+        return DiscreteVAE(
             self.config.image_size, discrete.num_tokens, discrete.codebook_dim, discrete.num_layers,
-            discrete.num_resnet_blocks, discrete.hidden_dim, self.config.channels, sampling=discrete.sampling,
-            logit_laplace=discrete.reconstruction == "logit_laplace", normalization=discrete.normalization)}
+            discrete.num_resnet_blocks, discrete.hidden_dim, self.config.channels, quantizer=discrete.quantizer,
+            levels=discrete.levels or (), sampling=discrete.sampling,
+            logit_laplace=discrete.reconstruction == "logit_laplace", normalization=discrete.normalization)
 
-    def learn(self, nets: Nets, example: Example) -> Terms:
-        """Reconstruction of one relaxed sample and the divergence of the tokens from uniform (kl, in nats a sample)."""
-        terms, _ = self._terms(nets, example)
-        loss = terms["loss"].mean()
-        if self.discrete.kl_form == "legacy":     # the original divides by nothing: nats of the whole micro-batch
-            loss = terms["recon"].mean() + (terms["kl_weight"] * terms["kl"]).sum()
-        return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
+    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """The decoder's output, by one relaxed sample or by tokens; what the code costs, see `_coding`."""
+        passed = self._pass(nets, example)
+        terms, coding = self._coding(passed, example)
+        if self.relaxed and self.discrete.kl_form == "legacy":     # nats of the whole micro-batch, in a mean of samples
+            coding = len(coding) * coding
+        return passed.out, terms, coding
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their usage (B, K)."""
-        terms, passed = self._terms(nets, example)
-        tokens = passed.logits.argmax(1)
+        passed = self._pass(nets, example)
+        terms, coding = self._coding(passed, example)
+        terms |= self.distance(nets, passed.out, example)
+        tokens, loss = self._tokens(passed), self.picture_loss.total(terms) + coding
         usage = histogram(tokens, self.codebook_size)
-        return terms | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
+        return terms | {"loss": loss} | likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
         return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
 
     def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """By a relaxed sample at the final temperature, and by the likeliest tokens."""
-        network, passed = nets["autoencoder"], self._terms(nets, example)[1]
-        return [2 * picture - 1 for picture in (network.pixels(passed.out), network.decode(passed.logits.argmax(1)))]
+        """gumbel: by a relaxed sample at the final temperature; and by the (likeliest) tokens."""
+        passed = self._pass(nets, example)
+        relaxed = [self.picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
+        return [*relaxed, self.decode(nets, self._tokens(passed))]
 
-    def _terms(self, nets: Nets, example: Example) -> tuple[Terms, Relaxed]:
-        """The terms by sample (B,), with their graph, and the pass that they are of."""
-        discrete, x = self.discrete, (example["x_start"] + 1) / 2
+    def _pass(self, nets: Nets, example: Example) -> Relaxed | Rounded:
+        x = (example["x_start"] + 1) / 2
+        if not self.relaxed:
+            return nets["autoencoder"](x)
+        noise = gumbel(example["key"], "gumbel", self.latent_shape)
+        return nets["autoencoder"](x, noise, self._schedules(example)[0])
+
+    def _schedules(self, example: Example) -> tuple[Tensor, Tensor]:
+        """Temperature and weight of the KL, (B,): by step, for held-out data the ends of both schedules."""
+        discrete = self.discrete
         if "step" in example:
-            temperature = temperature_at(discrete.temperature, example["step"])
-            weight = weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"])
-        else:                                     # held-out data: the ends of both schedules
-            temperature, weight = (torch.full_like(x[:, 0, 0, 0], value) for value in (
-                final_temperature(discrete.temperature), discrete.kl_weight))
-        passed = nets["autoencoder"](x, gumbel(example["key"], "gumbel", self.latent_shape), temperature)
-        if discrete.reconstruction == "logit_laplace":
-            recon = losses.logit_laplace(passed.out, x)
-        else:
-            recon = losses.error(discrete.reconstruction, passed.out, passed.target)
-        kl = kl_to_uniform(passed.logits)
-        # legacy weighs undivided nats; by sample that is a batch of one.
-        unit = 1 if discrete.kl_form == "legacy" else self.values
-        return {"loss": recon + weight * kl / unit, "recon": recon, "kl": kl, "kl_weight": weight,
-                "temperature": temperature}, passed
+            return (temperature_at(discrete.temperature, example["step"]),
+                    weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"]))
+        return tuple(torch.full_like(example["x_start"][:, 0, 0, 0], value) for value in (
+            final_temperature(discrete.temperature), discrete.kl_weight))
+
+    def _coding(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
+        """Terms of the tokens and their weighted sum, (B,): gumbel: kl, the divergence from uniform in nats a sample;
+        cosine: the distances between vectors and entries; fsq: none.
+        """
+        if self.relaxed:
+            temperature, weight = self._schedules(example)
+            kl = kl_to_uniform(passed.logits)
+            unit = 1 if self.discrete.kl_form == "legacy" else self.values        # legacy weighs undivided nats
+            return {"kl": kl, "kl_weight": weight, "temperature": temperature}, weight * kl / unit
+        terms = {} if self.discrete.quantizer == "fsq" else {"commitment": passed.commitment,
+                                                             "codebook": passed.codebook}
+        return terms, self.discrete.commitment_weight * passed.commitment + passed.codebook
+
+    def _tokens(self, passed: Relaxed | Rounded) -> Tensor:
+        return passed.logits.argmax(1) if self.relaxed else passed.tokens
+
+    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        x, kind = (example["x_start"] + 1) / 2, self.discrete.reconstruction
+        recon = (losses.logit_laplace(out, x) if kind == "logit_laplace" else
+                 losses.error(kind, out, nets["autoencoder"].normalize.do(x)))
+        if not self.picture_loss.perceives:
+            return {"recon": recon}
+        return {"recon": recon} | self.picture_loss.perceptual(self.picture(nets, out), example["x_start"])
+
+    def picture(self, nets: Nets, out: Tensor) -> Tensor:
+        return 2 * nets["autoencoder"].pixels(out) - 1
+
+    def last_layer(self, nets: Nets) -> nn.Conv2d:
+        return nets["autoencoder"].decoder[-1]
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -101,6 +132,8 @@ class DiscreteSystem(AutoencoderSystem):
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,
             "normalization": self.discrete.normalization or default_normalization(self.config.channels)}
+        if not self.relaxed:
+            architecture |= {"quantizer": self.discrete.quantizer, "levels": list(self.discrete.levels or ())}
         return architecture, nets["autoencoder"].state_dict()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:

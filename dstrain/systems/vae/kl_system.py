@@ -1,4 +1,4 @@
-"""The KL autoencoder as a system: Rombach et al. 2022 (LDM), with the losses of nn/picture_loss.py where chosen.
+"""The KL autoencoder as a system: Rombach et al. 2022 (LDM).
 
 All randomness is drawn from the samples' keys by name: latent.
 """
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.autoencoder import identity
-from dstrain.nn.adversarial import gradient
 from dstrain.nn.measures import likeness
-from dstrain.nn.picture_loss import PictureLoss, descending
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
@@ -21,8 +19,6 @@ from dstrain.systems.vae.system import AutoencoderSystem
 
 
 class KLSystem(AutoencoderSystem):
-    """The part `autoencoder` and, where the config has one, the part `discriminator`, which waits for its start."""
-
     remedies = {"discriminator": (
         (r"main\.0\.", "channels and kl.discriminator.base_channels"),
         (r"", "kl.discriminator.base_channels and n_layers"),
@@ -37,43 +33,33 @@ class KLSystem(AutoencoderSystem):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.kl = config.kl
-        self.picture_loss = PictureLoss(self.kl.perceptual, self.kl.discriminator)
-        self.parts = self.picture_loss.parts("autoencoder", self.learn)
         self.latent_shape = (self.kl.latent_channels, self.side, self.side)
 
-    def networks(self) -> dict[str, nn.Module]:
-        config, channels = self.kl, self.config.channels
-        autoencoder = KLAutoencoder(
-            channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
+    def autoencoder(self) -> nn.Module:
+        config = self.kl
+        return KLAutoencoder(
+            self.config.channels, config.block_out_channels, config.layers_per_block, config.latent_channels,
             config.norm_num_groups, config.quant_conv, config.mid_block_add_attention)
-        return {"autoencoder": autoencoder} | self.picture_loss.networks(channels)
 
-    def turns(self, step: int) -> tuple[str, ...]:
-        return self.picture_loss.turns("autoencoder", step)
+    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """The picture, the divergence (kl, in nats a sample) and its weighted value."""
+        passed = self._pass(nets, example)
+        kl = _divergence(passed)
+        return passed.picture, {"kl": kl}, self._weighted(kl)
 
-    def learn(self, nets: Nets, example: Example) -> Terms:
-        """Reconstruction and divergence (kl, in nats a sample); from the discriminator's start on its critique, too."""
-        x, passed = example["x_start"], self._pass(nets, example)
-        terms = {"kl": _divergence(passed)}
-        if not self.picture_loss.adversarial:
-            terms |= self._distance(passed.picture, x)
-            loss = self._bound(terms).mean()
-        else:
-            picture = passed.picture.detach().requires_grad_()
-            terms |= self._distance(picture, x)
-            of_distance = gradient(self.picture_loss.total(terms), picture)
-            critique, of_critique = self.picture_loss.critique(nets, example, picture, x, of_distance)
-            terms |= critique
-            pull = (passed.picture * (of_distance + of_critique)).flatten(1).sum(1) + self._weighted_kl(terms)
-            loss = descending(self._bound(terms) + terms["critique_weight"] * terms["critique"], pull)
-        return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
+    def picture(self, nets: Nets, out: Tensor) -> Tensor:
+        return out
+
+    def last_layer(self, nets: Nets) -> nn.Conv2d:
+        return nets["autoencoder"].decoder.conv_out
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by channel."""
         passed = self._pass(nets, example)
-        terms = {"kl": _divergence(passed)} | self._distance(passed.picture, example["x_start"])
-        return terms | {"loss": self._bound(terms)} | likeness(passed.picture, example["x_start"]) | _moments(passed)
+        terms = {"kl": _divergence(passed)} | self.distance(nets, passed.picture, example)
+        loss = self.picture_loss.total(terms) + self._weighted(terms["kl"])
+        return terms | {"loss": loss} | likeness(passed.picture, example["x_start"]) | _moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit variance."""
@@ -88,14 +74,12 @@ class KLSystem(AutoencoderSystem):
     def _pass(self, nets: Nets, example: Example) -> Pass:
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
-    def _distance(self, picture: Tensor, x: Tensor) -> Terms:
-        return {"recon": losses.error(self.kl.reconstruction, picture, x)} | self.picture_loss.perceptual(picture, x)
+    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        x = example["x_start"]
+        return {"recon": losses.error(self.kl.reconstruction, out, x)} | self.picture_loss.perceptual(out, x)
 
-    def _weighted_kl(self, terms: Terms) -> Tensor:
-        return self.kl.kl_weight * terms["kl"] / self.values
-
-    def _bound(self, terms: Terms) -> Tensor:
-        return self.picture_loss.total(terms) + self._weighted_kl(terms)
+    def _weighted(self, kl: Tensor) -> Tensor:
+        return self.kl.kl_weight * kl / self.values
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:

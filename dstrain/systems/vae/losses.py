@@ -32,5 +32,5 @@ def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def from_logit_laplace(out: Tensor) -> Tensor:
-    """The medians as pixels in [0, 1]: (B, 2C, H, W) -> (B, C, H, W)."""
-    return ((out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)).clamp(0, 1)
+    """The medians as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B, C, H, W)."""
+    return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

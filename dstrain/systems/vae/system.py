@@ -6,22 +6,28 @@ image: the evidence lower bound of the image, divided by its number of values, s
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dstrain import rng
+from dstrain.nn.adversarial import gradient, inputs_of
 from dstrain.nn.fitting import Fitted, Remedies
+from dstrain.nn.picture_loss import LastLayer, PictureLoss, descending
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError
-from dstrain.systems.base import Batch, Example, Nets, System
+from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.vae import weights
 from dstrain.systems.vae.config import Config
 
 
 class AutoencoderSystem(System):
-    """The part `autoencoder` and what is measured and shown of it. `config` says what each choice means."""
+    """The part `autoencoder` and, where the config has one, the part `discriminator`, which waits for its start.
+
+    `config` says what each choice means.
+    """
 
     generates = False
     encodes = True
@@ -32,8 +38,58 @@ class AutoencoderSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
+        self.parts = self.picture_loss.parts("autoencoder", self.learn)
         self.values = config.channels * config.image_size ** 2                    # of an image
         self.side = config.image_size // config.factor                            # of the latents or tokens
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"autoencoder": self.autoencoder()} | self.picture_loss.networks(self.config.channels)
+
+    @abstractmethod
+    def autoencoder(self) -> nn.Module:
+        """The network of this kind."""
+
+    def turns(self, step: int) -> tuple[str, ...]:
+        return self.picture_loss.turns("autoencoder", step)
+
+    def learn(self, nets: Nets, example: Example) -> Terms:
+        """Reconstruction and what its code costs; from the discriminator's start on its critique, too."""
+        discriminator, last = self.config.kind.discriminator, self.last_layer(nets)
+        by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
+        with inputs_of(last) if by_last_layer else nullcontext([]) as entered:
+            out, terms, coding = self.passed(nets, example)
+        if not self.picture_loss.adversarial:
+            terms |= self.distance(nets, out, example)
+            loss = (self.picture_loss.total(terms) + coding).mean()
+        else:
+            leaf = out.detach().requires_grad_()
+            terms |= self.distance(nets, leaf, example)
+            of_distance = gradient(self.picture_loss.total(terms), leaf)
+            layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
+            critique, of_critique = self.picture_loss.critique(
+                nets, example, self.picture(nets, leaf), example["x_start"], of_distance, leaf, layer)
+            terms |= critique
+            value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
+            pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
+            loss = descending(value, pull)
+        return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
+
+    @abstractmethod
+    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """One pass: the decoder's output (B, ...), terms of the code (B,) and what they add to the loss, (B,)."""
+
+    @abstractmethod
+    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        """The terms recon and, where it counts, perceptual, (B,), of the decoder's output."""
+
+    @abstractmethod
+    def picture(self, nets: Nets, out: Tensor) -> Tensor:
+        """The decoder's output as pictures (B, C, H, W), about in [-1, 1]."""
+
+    @abstractmethod
+    def last_layer(self, nets: Nets) -> nn.Conv2d:
+        """The layer that makes the decoder's output."""
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:

@@ -109,10 +109,11 @@ def test_descent_with_an_adversary():
     nats = 0.5 * (mean ** 2 + log_variance.exp() - 1 - log_variance).sum((1, 2, 3))
     critique = -nets["discriminator"](picture).mean((1, 2, 3))
     lengths = [torch.autograd.grad(value.sum(), picture, retain_graph=True)[0].flatten(1).norm(dim=1)
-               for value in (256 * distance, critique)]
-    weight = 0.7 / 256 * lengths[0] / (lengths[1] + 1e-4)
+               for value in (distance, critique)]
+    weight = 0.7 * lengths[0] / lengths[1]
     loss = (distance + 0.1 * nats / 256 + weight * critique).mean().float()
     torch.testing.assert_close(terms["critique_weight"], weight)
+    torch.testing.assert_close(terms["critique_share"], torch.full((3,), 0.7, dtype=weight.dtype))
     torch.testing.assert_close(terms["loss"], loss, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, torch.autograd.grad(loss, weights)):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)

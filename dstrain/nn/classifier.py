@@ -1,0 +1,48 @@
+"""The small classifier of Fashion-MNIST's ten classes that comes with the package.
+
+The metrics of the built-in data (metrics/builtin.py) and a perceptual distance for them (nn/perceptual.py) look through
+it. launch/builtin/make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
+"""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FILE = "fashion-classifier.safetensors"
+BUILTIN = Path(__file__).parents[1] / "data" / "builtin"
+
+
+class Classifier(nn.Module):
+    """float32 (N, 1, 28, 28) in [0, 1] -> features (N, 64) and logits (N, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (1, 32, 64, 128, 128)
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+            for before, after in zip(widths, widths[1:]))
+        self.features = nn.Linear(widths[-1] * 9, 64)
+        self.logits = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(self.stages(images)[-1].flatten(1))
+        return features, self.logits(F.relu(features))
+
+    def stages(self, images: Tensor) -> list[Tensor]:
+        """What each convolution makes of images of any size from 8 pixels on; after three of them the side is halved,
+        so that the last has 3 x 3 places of 28 pixels: (N, 1, H, W) -> (N, c, h, w) each.
+        """
+        x, outputs = images, []
+        for number, convolution in enumerate(self.convolutions):
+            x = convolution(x if number == 0 else F.max_pool2d(x, 2))        # 28 -> 14 -> 7 -> 3
+            outputs.append(x)
+        return outputs
+
+    @classmethod
+    def load(cls, path: Path) -> "Classifier":
+        """The trained network, in evaluation mode and float32."""
+        network = cls()
+        network.load_state_dict(load_file(path))
+        return network.eval()
