@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dstrain.nn.adversarial import PatchDiscriminator, balance, gradient, hinge, least_size, slope_between
+from dstrain.nn.adversarial import (
+    PatchDiscriminator, balance, gradient, hinge, inputs_of, least_size, of_filters, slope_between)
 
 
 def test_receptive_field_and_size():
@@ -45,12 +46,55 @@ def test_hinge():
 
 
 def test_balance():
-    """Oracle: lengths by hand; the cap; each sample by itself."""
+    """Oracle: lengths by hand; the bound of a flat critique; each sample by itself; VQGAN's bounds where asked for."""
     one, other = torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2)
     one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
     one[0, 0, 0, 1] = 4.0
-    found = balance(one, other, most=7e3)
-    torch.testing.assert_close(found, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
+    factor, share = balance(one, other)
+    torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18 ** 0.5 / 5e-4, 18 ** 0.5 / 5e-4]))
+    torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
+    factor, share = balance(one, other, most=7e3)
+    torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18 ** 0.5]), rtol=1e-5, atol=0)
+    assert balance(0 * one, other)[1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("flatness", [1.0, 1e-6])
+def test_the_share_has_no_scale(flatness):
+    """Oracle: the closed form of losses that are means over places: a picture with each pixel repeated k times along
+    both axes, and losses in another unit, leave the share of the critique as it is, also where its bound holds.
+    """
+    torch.manual_seed(0)
+    x, truth = torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8)
+
+    def share(k, of_loss=1.0):
+        larger, target = (values.repeat_interleave(k, 2).repeat_interleave(k, 3) for values in (x, truth))
+        larger.requires_grad_()
+        reconstruction = of_loss * (larger - target).abs().mean((1, 2, 3))
+        critique = flatness * (larger[:, 0] * larger[:, 1].sin()).mean((1, 2))
+        return balance(gradient(reconstruction, larger), gradient(critique, larger))[1]
+
+    expected = share(1)
+    assert bool((expected == 1).all()) if flatness == 1 else bool((expected < 0.01).all())
+    for other in (share(4), share(32), share(4, 3e3), share(1, 1e-4)):
+        torch.testing.assert_close(other, expected)
+
+
+@pytest.mark.parametrize("side", [1, 3])
+def test_gradient_of_filters(side):
+    """Oracle: autograd, a sample at a time; what entered the layer has no graph."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Conv2d(4, 5, side, padding=side // 2), torch.randn(3, 4, 6, 6)
+    before = layer(x).detach()
+    with inputs_of(layer) as entered:
+        out = layer(x.clone().requires_grad_())
+    layer(x)
+    assert len(entered) == 1 and not entered[0].requires_grad and torch.equal(entered[0], x)
+    of_output = torch.randn_like(before)
+    each = [torch.autograd.grad((layer(x[number: number + 1]) * of_output[number]).sum(), layer.weight)[0]
+            for number in range(3)]
+    torch.testing.assert_close(of_filters(entered[0], of_output, side), torch.stack(each))
+    torch.testing.assert_close(out.detach(), before)
 
 
 def test_gradient():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.models import vgg16
 
-from dstrain.nn.perceptual import CHANNELS, Perceptual
+from dstrain.nn.classifier import BUILTIN, FILE, Classifier
+from dstrain.nn.perceptual import CHANNELS, OfGarments, Perceptual, load
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,31 @@ def test_it_is_frozen(files):
     picture = torch.zeros(1, 3, 16, 16, requires_grad=True)
     distance(picture, torch.rand(1, 3, 16, 16)).sum().backward()
     assert bool(picture.grad.isfinite().all()) and bool(picture.grad.any())
+
+
+def test_distance_of_the_packaged_classifier():
+    """Oracle: cosines of the classifier's features by torch, 2 - 2 cos for unit vectors, 0 where all units are silent;
+    colours by their luminance; frozen, and yet with a gradient for the picture.
+    """
+    distance = load("builtin:fashion").train()
+    assert isinstance(distance, OfGarments) and not distance.training
+    assert not any(weight.requires_grad for weight in distance.parameters())
+    torch.manual_seed(0)
+    picture, truth = (torch.rand(2, 1, 32, 32) * 2 - 1 for _ in range(2))
+    picture.requires_grad_()
+    network, expected = Classifier.load(BUILTIN / FILE), 0
+    x, y = (picture.detach() + 1) / 2, (truth + 1) / 2
+    with torch.no_grad():
+        for number, layer in enumerate(network.convolutions):
+            x, y = (layer(z if number == 0 else F.max_pool2d(z, 2)) for z in (x, y))
+            alive = (x.square().sum(1) > 0).float(), (y.square().sum(1) > 0).float()
+            expected = expected + (alive[0] + alive[1] - 2 * F.cosine_similarity(x, y)).mean((1, 2)) / 4
+    between = distance(picture, truth)
+    torch.testing.assert_close(between.detach(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(distance(*(z.repeat(1, 3, 1, 1) for z in (picture, truth))), between)
+    between.sum().backward()
+    assert bool(picture.grad.isfinite().all()) and bool(picture.grad.any())
+    assert bool((distance(truth, truth) == 0).all())
 
 
 @pytest.mark.parametrize("damage, words", [

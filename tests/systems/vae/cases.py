@@ -7,4 +7,7 @@ CASES = [{"image_size": 16, "channels": 3, "discrete": TOKENS | {"num_resnet_blo
          {"image_size": 8, "channels": 4, "discrete": TOKENS | {"sampling": "reinmax",
                                                                "reconstruction": "logit_laplace"}},
          {"image_size": 16, "channels": 1, "kl": POSTERIOR | PATCHES},
+         {"image_size": 16, "channels": 3, "discrete": TOKENS | PATCHES | {
+             "kl_weight": 0.0, "quantizer": "fsq", "levels": [4, 4],
+             "perceptual": {"path": "builtin:fashion", "weight": 0.1}}},
          {"image_size": 8, "channels": 3, "kl": POSTERIOR | {"reconstruction": "mse", "quant_conv": False}}]

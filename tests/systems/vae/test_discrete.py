@@ -7,12 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng, systems
-from dstrain.nn.quantize import gumbel
+from dstrain.nn.perceptual import load
+from dstrain.nn.quantize import gumbel, kl_to_uniform
 from dstrain.systems.vae.discrete import DiscreteVAE
 from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, from_logit_laplace, logit_laplace
 from tests.support.golden import fill
 
 TINY = {"num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}
+GAN = {"discriminator": {"start": 3, "n_layers": 1, "base_channels": 16, "weight": 0.7},
+       "perceptual": {"path": "builtin:fashion", "weight": 0.5}}
+FSQ, COSINE = {"quantizer": "fsq", "levels": [4, 4]}, {"quantizer": "cosine"}
 
 
 def build(channels=3, **changes):
@@ -20,7 +24,7 @@ def build(channels=3, **changes):
 
 
 def nets_of(system):
-    return {"autoencoder": fill(system.networks()["autoencoder"])}
+    return {part: fill(network) for part, network in system.networks().items()}
 
 
 @pytest.mark.parametrize("arguments, millions", [
@@ -54,6 +58,70 @@ def test_loss_of_a_sample():
     torch.testing.assert_close(terms["temperature"], torch.full((3,), 0.25 ** 0.25))
     torch.testing.assert_close(terms["kl_weight"], torch.full((3,), 3.3))
     torch.testing.assert_close(terms["loss"], (recon + 3.3 * nats / (3 * 16 * 16)).mean(), **close)
+
+
+@pytest.mark.parametrize("changes", [FSQ, COSINE, {"reconstruction": "logit_laplace", "kl_weight": 1.0},
+                                     FSQ | {"balance": "last_layer"}])
+def test_descent_as_in_vqgan(changes):
+    """Oracle: one graph through both networks, LPIPS by itself: the value of the loss and every
+    gradient; a discriminator that has not begun changes nothing; its turn has the picture of this one.
+    """
+    changes = dict(changes)
+    balance = changes.pop("balance", "picture")
+    system = build(**GAN | changes | {"discriminator": GAN["discriminator"] | {"balance": balance}})
+    nets, batch = nets_of(system), system.synthetic(3)
+    network, x = nets["autoencoder"], batch["image"] / 255
+    for step in (2, 3):
+        parts, example = system.turns(step), system.encode(batch | {"step": torch.full((3,), step)})
+        assert parts == ("autoencoder", "discriminator")[:step - 1]
+        terms = system.loss("autoencoder", nets, example)
+        ours = torch.autograd.grad(terms["loss"], list(network.parameters()))
+        passed = network(x, gumbel(batch["key"], "gumbel", (16, 4, 4)), terms.get("temperature"))
+        picture = 2 * network.pixels(passed.out) - 1
+        if "reconstruction" in changes:
+            recon = logit_laplace(passed.out, x)
+        else:
+            recon = (passed.out - (2 * x - 1)).square().mean((1, 2, 3))
+        total = recon + 0.5 * load("builtin:fashion")(picture, 2 * x - 1)
+        loss = total
+        if "levels" not in changes:
+            loss = loss + (terms["kl_weight"] * kl_to_uniform(passed.logits) / 768 if "kl_weight" in changes else
+                           0.25 * passed.commitment + passed.codebook)
+        if step == 3:
+            at = passed.out if balance == "picture" else network.decoder[-1].weight
+            critique = -nets["discriminator"](picture).mean((1, 2, 3))
+            lengths = [torch.stack([torch.autograd.grad(value, at, retain_graph=True)[0].norm() for value in values])
+                       for values in (total, critique)]
+            weight = 0.7 * lengths[0] / (lengths[1] + (1e-4 if balance == "last_layer" else 0))
+            torch.testing.assert_close(terms["critique_weight"], weight, rtol=1e-3, atol=0)
+            loss = loss + weight.detach() * critique
+            torch.testing.assert_close(example["reconstruction"], picture.detach(), rtol=1e-4, atol=1e-5)
+        loss = loss.mean().float()
+        torch.testing.assert_close(terms["loss"], loss, rtol=1e-4, atol=1e-5)
+        for one, other in zip(ours, torch.autograd.grad(loss, list(network.parameters()))):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert system.loss("discriminator", nets, example)["loss"].isfinite()
+
+
+@pytest.mark.parametrize("changes", [FSQ | {"num_resnet_blocks": 1}, COSINE])
+def test_tokens_of_other_quantizers(changes):
+    """Oracle: the one forward pass: tokens, pictures by tokens, and the usage of all samples counted at once."""
+    system = build(1, **changes)
+    nets, batch = nets_of(system), system.synthetic(5)
+    example = system.encode(batch)
+    network, passed = nets["autoencoder"], nets["autoencoder"](batch["image"] / 255)
+    tokens = system.codes(nets, example)["tokens"]
+    assert torch.equal(tokens, passed.tokens) and tokens.shape == (5, 4, 4) and 0 <= tokens.min() <= tokens.max() < 16
+    torch.testing.assert_close(system.decode(nets, tokens), (2 * network.pixels(passed.out) - 1).clamp(-1, 1),
+                               rtol=1e-5, atol=1e-5)
+    figures = system.evaluate(nets, example)
+    torch.testing.assert_close(figures["usage"].mean(0), torch.bincount(tokens.flatten(), minlength=16) / 80)
+    assert system.pictures(nets, example)["reconstruction"].shape == (5, 1, 16, 32) and "kl" not in figures
+    assert system.identity(nets)[0]["quantizer"] == changes["quantizer"]
+    half = {"autoencoder": nets["autoencoder"].bfloat16()}
+    network.normalize.float()
+    network.normalize.reset_parameters()
+    assert system.evaluate(half, example)["loss"].isfinite().all()
 
 
 @pytest.mark.parametrize("form", ["per_sample", "legacy"])
@@ -185,6 +253,10 @@ def test_learns():
     ({"image_size": 36, "kl": {}}, "36 is no multiple of 8.*kl.block_out_channels.*32 or 40"),
     ({"image_size": 16, "discrete": TINY | {"normalization": [[0.5], [0.5]]}}, "1 means and 1 deviations"),
     ({"image_size": 16, "discrete": TINY | {"sampling": "hard"}}, "reinmax"),
+    ({"image_size": 16, "discrete": TINY | {"levels": [4, 4]}}, "levels belong to quantizer fsq"),
+    ({"image_size": 16, "discrete": TINY | FSQ | {"levels": [8, 3]}}, "make 24 tokens and num_tokens is 16"),
+    ({"image_size": 16, "discrete": TINY | FSQ | {"kl_weight": 1}}, "kl_weight 1: quantizer fsq has no distribution"),
+    ({"image_size": 16, "discrete": TINY | {"discriminator": {}}}, "discrete.discriminator.n_layers 3 needs pictures"),
     ({"kl": {"block_out_channels": [48, 64]}}, r"multiple of norm_num_groups, 32"),
     ({"image_size": 16, "kl": {"discriminator": {}}}, "n_layers 3 needs pictures of 24 pixels"),
     ({"kl": {"block_out_channels": [0, 0]}}, "greater than 0"), ({"kl": {"block_out_channels": []}}, "is empty"),
