@@ -42,7 +42,7 @@ VERBS = ("train", "generate", "evaluate", "quality", "encode", "consolidate", "e
          "plan", "notebook", "keep", "index_data", "pack")
 A_VERB_OF_VERBS = {"plan": ("bench.calibrate",), "sweep": ("quality",)}        # one times the loop's own step
 A_SCRIPT = ("command", "ranks", "recipe", "engine.start", "caches", "bench", "report", *VERBS)
-A_BENCH = (*A_SCRIPT, "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
+A_BENCH = (*A_SCRIPT, "runs", "recipe", "disk", "data", "metrics", "diffusion", "nn", "rng", "engine", "track", "systems",
            "systems.phenaki")
 
 # Libraries with an owner; imported anywhere else they would be a second place for one fact, or slow down every start.

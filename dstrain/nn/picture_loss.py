@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.nn import adversarial, perceptual
+from dstrain.nn.perceptual import Distance
 from dstrain.recipe import ConfigError, Section
 
 Nets = Mapping[str, Callable[..., Tensor]]        # part -> its engine, or its bare network
@@ -93,7 +94,7 @@ class PictureLoss:
         self.judge, self.discriminator, self.penalty = judge, discriminator, penalty
         self.perceives = judge is not None and judge.weight > 0
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
-        self.network: perceptual.Distance | None = None                 # loaded where it is first needed
+        self.network: Distance | None = None            # loaded where it is first needed
 
     def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
         """The parts of a first stage: its own with its loss, and `discriminator` where there is one."""
@@ -117,9 +118,19 @@ class PictureLoss:
         """The term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
         if not self.perceives:
             return {}
-        if self.network is None:                  # encoding and exporting a finished run do without
-            self.network = perceptual.load(self.judge.path).to(picture.device)
-        return {"perceptual": self.network(picture, truth)}
+        network = self._network()
+        if next(network.parameters()).device != picture.device:   # also where a recipe's shapes are checked on meta
+            network.to(picture.device)
+        return {"perceptual": network(picture, truth)}
+
+    def frozen(self) -> tuple[nn.Module, ...]:
+        """The perceptual distance; () also where its weights are absent: a finished run encodes and exports without."""
+        return (self._network(),) if self.perceives and not missing_weights(self.judge, "") else ()
+
+    def _network(self) -> Distance:
+        if self.network is None:
+            self.network = perceptual.load(self.judge.path)
+        return self.network
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """The terms recon and perceptual, weighted: (B,)."""

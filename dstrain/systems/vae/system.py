@@ -50,6 +50,9 @@ class AutoencoderSystem(System):
     def autoencoder(self) -> nn.Module:
         """The network of this kind."""
 
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return self.picture_loss.frozen()
+
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.turns("autoencoder", step)
 

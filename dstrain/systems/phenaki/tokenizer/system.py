@@ -208,6 +208,9 @@ class TokenizerSystem(System):
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
         return dict(state), []
 
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return self.picture_loss.frozen()
+
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (TransformerBlock,)
 
