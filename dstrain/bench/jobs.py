@@ -18,7 +18,8 @@ SYSTEMS = {
     "dit": ("dit-small", []),
     "iddpm": ("iddpm-small", ["model.history_per_term=1", "model.diffusion_steps=4",
                               "samples.num_steps=4"]),
-    "dvae": ("dvae-small", []),
+    "dvae": ("dvae-small", ["model.discrete.quantizer=gumbel", "model.discrete.levels=null",
+                            "model.discrete.discriminator=null"]),
     "vae": ("vae-small", ["model.kl.discriminator={start: 2, weight: 0.1, n_layers: 1, base_channels: 16}"]),
     "tokenizer": ("phenaki-tokenizer-small", ["model.discriminator={start: 2, n_layers: 1, base_channels: 8, "
                                               "penalty: {every: 2}}"]),
