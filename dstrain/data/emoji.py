@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dstrain.data.embeddings import builtin_captions
 from dstrain.data.order import Order
 from dstrain.data.pixels import center_crop, to_mode, to_tensor
 from dstrain.data.source import Item, Source
@@ -49,6 +50,11 @@ class Emoji(Source):
             return {"image": torch.from_numpy(picture).permute(2, 0, 1), "label": 0}
         image = to_mode(center_crop(Image.fromarray(picture), self.image_size), self.channels)
         return {"image": to_tensor(image), "label": 0}
+
+    def captions(self) -> list[str]:
+        """The name of each picture."""
+        names = [*builtin_captions()]
+        return [names[row] for row in self.rows]
 
     def row(self, index: int) -> int:
         """Place of a sample among the pairs."""
