@@ -239,8 +239,8 @@ def _require_chain(before: Opened, after: Opened) -> None:
     with reworded(f"--then {folder}: "):
         taker.conditions_from(torch.zeros(1, width) if width else
                               torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
-    encoders = encoder_of(run.data.path), encoder_of(later.data.embeddings or "")
-    if width and None not in encoders and len({*encoders}) > 1:
+    encoders = [encoder_of(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
+    if None not in encoders and len({*encoders}) > 1:
         raise ConfigError(f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "
                           f"those by {encoders[0]}: train both with one image encoder")
 

@@ -58,8 +58,9 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if builtin and str(path) not in ("builtin:fashion", EMOJI):
         raise ConfigError(f"data.path={path}: the built-in images are builtin:fashion and {EMOJI}")
     if builtin and (crop != Crop() or sizes):
-        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of one size, which are not "
-                          "cropped: leave them out")
+        size = "32 x 32" if path == EMOJI else "28 x 28"
+        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of {size} pixels, which "
+                          "are not cropped: leave them out")
     if builtin and (held_out_path is None or split == "train"):
         return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
     request = request or Request(SUFFIXES)
