@@ -1,7 +1,8 @@
 """What a trained run draws: pictures or videos, a grid and the .npz that ADM's evaluation reads; or embeddings.
 
-Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution. Videos go on
-from given frames, and scene after scene, see drawing/scenes.py. drawing/files.py writes the files.
+Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution, or its
+embeddings, as from a prior to its decoder. Videos go on from given frames, and scene after scene, see
+drawing/scenes.py. drawing/files.py writes the files.
 """
 
 import math
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dstrain import rng, systems
+from dstrain.data.embeddings import encoder_of
 from dstrain.data.pixels import read_pictures
+from dstrain.data.rows import read_embeddings
 from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, folder_for
 from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import class_columns, draw, draw_all
@@ -53,6 +56,7 @@ class GenerateOptions:
     step: int | None = None                    # checkpoint; None: the newest whole one
     then: tuple[Path, ...] = ()                # runs that go on from the pictures, each by its own choices
     low_res: Path | None = None                # pictures that the first run begins from: a folder, or an .npz
+    embeddings: Path | None = None             # image embeddings that it begins from: an .npy
     batch: int = 16                            # pictures of one rank at a time
     out: Path | None = None                    # None: FOLDER/generated, of the last run
     pngs: bool = True                          # one file for each picture or clip, beside the grid and the .npz
@@ -186,36 +190,59 @@ def _length(options: GenerateOptions, run: Run, system: System) -> Length | None
 
 
 def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
-    """What the first run begins from, where it does: pictures uint8 (N, C, h, w), or frames (N, K, C, H, W).
+    """What the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings
+    float32 (N, D).
 
     ConfigError: runs that cannot be chained.
     """
     folder, run, system = first
-    if system.starts_from_data and options.low_res is None:
+    enlarges = system.starts_from_data and not system.takes_embeddings
+    if enlarges and options.low_res is None:
         raise ConfigError(f"{folder} draws from smaller pictures: give them as --low-res FILE.npz or FOLDER, or draw "
                           f"them from another run, launch/generate.py RUN --then {folder}")
-    if options.low_res is not None and not system.starts_from_data:
+    if system.takes_embeddings and options.embeddings is None:
+        raise ConfigError(f"{folder} draws from image embeddings: give them as --embeddings FILE.npy, or draw them by "
+                          f"a prior, launch/generate.py PRIOR --prompts FILE --then {folder}")
+    if options.low_res is not None and not enlarges:
         raise ConfigError(f"--low-res {options.low_res}: {folder} takes no pictures; leave it out")
+    if options.embeddings is not None and not system.takes_embeddings:
+        raise ConfigError(f"--embeddings {options.embeddings}: {folder} takes no embeddings; leave it out")
     if options.prime is not None:
         exactly = options.prime_frames is not None
         return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
     if options.invert is not None:
         return _pictures_to_invert(options, run, system)
-    size = run.data.image_size
     if then and options.size:
         raise ConfigError("--size: a run of --then takes squares; leave it out")
-    for folder, later, system in then:
-        if not system.starts_from_data:
-            raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
-        if clip is not None:
-            raise ConfigError(f"--then {folder}: this run goes on from pictures, and {options.folder} draws videos")
-        if size >= later.data.image_size:
-            raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
-                              f"{size}: name a run that enlarges them")
-        with reworded(f"--then {folder}: "):
-            system.conditions_from(torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
-        size = later.data.image_size
+    if then and clip is not None:
+        raise ConfigError(f"--then {then[0][0]}: this run goes on from pictures, and {folder} draws videos")
+    for before, later in zip((first, *then), then):
+        _require_chain(before, later)
+    if options.embeddings is not None:
+        return read_embeddings(options.embeddings)
     return None if options.low_res is None else read_pictures(options.low_res, run.data.channels)
+
+
+def _require_chain(before: Opened, after: Opened) -> None:
+    """ConfigError: a run of --then cannot begin from what the one before it draws."""
+    (_, run, system), (folder, later, taker) = before, after
+    width, size = system.draws_embeddings, run.data.image_size
+    if not taker.starts_from_data:
+        raise ConfigError(f"--then {folder}: this run begins from noise, not from the pictures of another")
+    if bool(width) != bool(taker.takes_embeddings):
+        kinds = ("image embeddings", "pictures") if width else ("pictures", "image embeddings")
+        raise ConfigError(f"--then {folder}: this run begins from {kinds[1]}, and {before[0]} draws {kinds[0]}: name a "
+                          "run that takes them")
+    if not width and size >= later.data.image_size:
+        raise ConfigError(f"--then {folder} draws pictures of {later.data.image_size} pixels, and is given some of "
+                          f"{size}: name a run that enlarges them")
+    with reworded(f"--then {folder}: "):
+        taker.conditions_from(torch.zeros(1, width) if width else
+                              torch.zeros(1, run.data.channels, size, size, dtype=torch.uint8))
+    encoders = [encoder_of(path) for path in (run.data.path, later.data.embeddings) if width and path is not None]
+    if None not in encoders and len({*encoders}) > 1:
+        raise ConfigError(f"--then {folder}: it was trained on embeddings by {encoders[1]}, and {before[0]} draws "
+                          f"those by {encoders[0]}: train both with one image encoder")
 
 
 def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> Tensor:

@@ -46,12 +46,13 @@ class TrainedRun:
 
         Sample i is a function of seed + i, the same that launch/generate.py draws. labels and prompts are repeated to
         `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
-        W), the frames to go on from. None takes the choice of the recipe's `samples` section, where the other choices
-        are explained, too. batch: samples in one call of the networks. ConfigError: the system does not take what is
-        chosen.
+        W), the frames to go on from; of a decoder image embeddings (N, D). None takes the choice of the recipe's
+        `samples` section, where the other choices are explained, too. batch: samples in one call of the networks.
+        ConfigError: the system does not take what is chosen.
         """
         if images is None and self.system.starts_from_data and self.system.generates:
-            raise ConfigError(f"{self.folder} draws from smaller pictures: give them as images=, uint8 (N, C, H, W)")
+            kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
+            raise ConfigError(f"{self.folder} draws from {kind}: give them as images=, uint8 (N, C, H, W), or (N, D)")
         request, _ = make_request(self.recipe.samples, self.system, num, seed, labels=labels, prompts=prompts,
                                   images=images, num_steps=num_steps, sampler=sampler, guidance_scale=guidance_scale,
                                   num_frames=num_frames, spacing=spacing, eta=eta, guidance_rescale=guidance_rescale,

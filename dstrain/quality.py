@@ -78,7 +78,8 @@ class Drawn(Images):
         self.options, self.run, self.system, self.networks = options, run, system, networks
         self.num = options.num or 50_000
         self.samples = of_all(run.samples, run.data, system)
-        self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
+        self.captions = self.prompts = (options.prompts if options.prompts or options.labels else
+                                        self.samples.prompts)
 
     def __len__(self) -> int:
         return self.num
@@ -174,7 +175,7 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     if problem := system.cannot_draw():
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
     if system.starts_from_data:
-        raise ConfigError(f"{options.folder} draws from smaller pictures: draw them with launch/generate.py RUN --then "
+        raise ConfigError(f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
                           f"{options.folder}, and measure what it wrote with --images")
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     checkpoint = trained.checkpoint(options.folder, options.step, options.ema)

@@ -25,7 +25,8 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
   --out DIR             where to write (RUN/evaluation)
 
 of pictures:
-  --metrics NAMES       fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data
+  --metrics NAMES       fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data;
+                        retrieval, of pictures with captions (--features clip:FOLDER; of built-in emoji none)
   --features KIND:PATH  inception, pytorch-fid, clean-fid, torchscript, i3d (a file), dinov2, clip, videomae (a folder);
                         may be given again
   --reference PATH      statistics (.npz of ADM, EDM, clean-fid or --write-reference; .pkl of EDM2) or images: a folder,

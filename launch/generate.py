@@ -15,8 +15,10 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --labels 3,5,5        classes, repeated to as many (every class in turn)
   --prompts FILE        texts, one a line, repeated to as many, for a run that takes them
   --text-encoder PATH   what encodes them, a folder or a name on the hub (the recipe's)
-  --then RUN            go on from the pictures with another run, such as super-resolution; may be given again
+  --then RUN            go on from the pictures with another run, such as super-resolution, or from a prior's
+                        embeddings with its decoder; may be given again
   --low-res PATH        pictures that RUN itself begins from: a folder, or the .npz of an earlier one
+  --embeddings FILE     image embeddings that RUN itself begins from, a .npy (N, D)
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --size 320x192        width and height of pictures, for a run of system dit (the run's samples.size)
   --steps N             network evaluations for each picture (the run's samples.num_steps)
@@ -48,6 +50,7 @@ examples:
   python launch/generate.py runs/dit-small --num-samples 40 --guidance-scale 4
   python launch/generate.py runs/phenaki-small --scenes story.txt --num-samples 4
   python launch/generate.py runs/iddpm-small-14 --then runs/iddpm-small-upsampler
+  python launch/generate.py runs/prior-small --prompts texts.txt --then runs/decoder-small
   deepspeed launch/generate.py runs/dit-small --num-samples 50000 --labels 7 --no-pngs --batch 64
 """
 
@@ -63,6 +66,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--tokenizer")
     parser.add_argument("--then", type=Path, action="append", default=[])
     parser.add_argument("--low-res", "--low_res", type=Path)
+    parser.add_argument("--embeddings", type=Path)
     parser.add_argument("--seed", type=arguments.count, default=0)
     parser.add_argument("--size", type=arguments.size)
     parser.add_argument("--steps", type=arguments.positive, dest="num_steps")

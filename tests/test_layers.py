@@ -18,7 +18,7 @@ GROUND = ("disk", "ranks", "recipe", "rng")
 RULES = {
     "disk": (), "ranks": ("__version__",), "recipe": ("disk",), "rng": (),
     "nn": GROUND, "diffusion": GROUND, "encoders": (*GROUND, "nn", "diffusion"),
-    "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"),
+    "encoders.codec": (*GROUND, "encoders", "systems", "systems.base"), "encoders.emoji": ("data",),
     "systems": ("systems.base", "recipe"), "systems.types": (), "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "engine": ("disk", "ranks", "recipe", "__version__"), "track": ("disk", "ranks", "recipe", "__version__"),
@@ -98,7 +98,7 @@ def allowed(module: str) -> tuple[str, ...]:
     """What of dstrain a module may import, itself and its folder included."""
     if module.startswith("launch."):
         if module.startswith("launch.builtin."):
-            return ("encoders", "metrics", "nn")                   # the tools that made the packaged data
+            return ("data", "encoders", "metrics", "nn")                 # the tools that made the packaged data
         return A_BENCH if module.startswith("launch.bench") else A_SCRIPT
     own = module.removeprefix("dstrain.")
     if own in VERBS:

@@ -75,7 +75,8 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
         problems += [f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
-                     for entry, field in (("buckets", "sizes"), ("size_conditions", "size_conditions"))
+                     for entry, field in (("buckets", "sizes"), ("size_conditions", "size_conditions"),
+                                          ("embeddings", "embedding_dim"))
                      if getattr(run.data, entry) and field not in schema.model_fields]
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:

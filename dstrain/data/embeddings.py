@@ -35,6 +35,7 @@ from dstrain.recipe import ConfigError
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin:emoji-pairs"
+_FILE = Path(__file__).parent / "builtin" / "emoji-pairs.npz"
 PLAN = "pairs.json"                               # of launch/encode.py: what it makes, and whether it is complete
 _SCANNED = 1 << 26                                # bytes of arrays up to which opening looks through all rows
 _COMPARED = 256                                   # rows of a larger table that enter the fingerprint
@@ -52,9 +53,24 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
     ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
     `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
     """
-    pairs = _builtin() if str(path) == BUILTIN else _folder(Path(path))
+    pairs = open_stored(path)
     begin, end = (0, len(pairs)) if split == "all" else _bounds(len(pairs), splits, world)[SPLITS.index(split)]
     return Pairs(pairs, split, begin, end) if end > begin else None
+
+
+def open_stored(path: str | Path) -> "Stored":
+    """All pairs of a path. ConfigError as `open_pairs`."""
+    return builtin_pairs() if str(path) == BUILTIN else _folder(Path(path))
+
+
+def encoder_of(path: str | Path) -> str | None:
+    """What made the image embeddings: the fingerprint of the encoder; None of folders that do not say so."""
+    return BUILTIN if str(path) == BUILTIN else (_plan(Path(path) / PLAN) or {}).get("image_encoder")
+
+
+def made_of(path: str | Path) -> str | None:
+    """The fingerprint of the captioned images that launch/encode.py has embedded; None as of `encoder_of`."""
+    return (_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
@@ -110,13 +126,7 @@ class Stored:
 
     def read(self, row: int) -> dict[str, Tensor]:
         """One row. BadSample: a value that is not finite, or an embedding of zeros alone."""
-        item = {}
-        for name, table in self.tables.items():
-            values = as_float32(table[row])
-            fault = fault_of(values[None], name)
-            if fault:
-                raise BadSample(table.name(row), fault[1])
-            item[name] = torch.from_numpy(values)
+        item = {name: self.values(name, row) for name in self.tables}
         if self.captions is not None:
             try:
                 item["caption"] = self.captions[row]
@@ -125,6 +135,14 @@ class Stored:
                     raise
                 item["caption"] = packed("")      # with a text embedding the pair is of use without a caption
         return item
+
+    def values(self, name: str, row: int) -> Tensor:
+        """What one table has in a row, float32, or bool of a mask. BadSample as `read`."""
+        table = self.tables[name]
+        values = as_float32(table[row])
+        if fault := fault_of(values[None], name):
+            raise BadSample(table.name(row), fault[1])
+        return torch.from_numpy(values)
 
     def fingerprint(self) -> str:
         """Of the files and their ends, and of all rows, or in larger tables of 256 rows."""
@@ -140,7 +158,7 @@ def _folder(root: Path) -> Stored:
     if not is_embeddings(root):
         raise ConfigError(f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
                           f".npy files (clip-retrieval's layout), or {BUILTIN}")
-    if (root / PLAN).is_file() and not _complete(root / PLAN):         # folders of other tools have no plan
+    if (root / PLAN).is_file() and not (_plan(root / PLAN) or {}).get("complete"):     # other tools write no plan
         raise ConfigError(f"data.path={root} is not embedded to the end: give the command of launch/encode.py that "
                           "began it once more, and it goes on where it stopped")
     tables = {}
@@ -166,12 +184,13 @@ def _folder(root: Path) -> Stored:
     return Stored(tables, captions)
 
 
-def _complete(plan: Path) -> bool:
-    """Whether launch/encode.py has finished the folder."""
+def _plan(path: Path) -> dict[str, Any] | None:
+    """What launch/encode.py says of a folder; None: nothing that can be read."""
     try:
-        return bool(json.loads(plan.read_text(encoding="utf-8"))["complete"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _match(first: Table, other: Any) -> None:
@@ -206,8 +225,9 @@ def _end(name: str) -> str:
     return str(int(word)) if word.isdigit() else word
 
 
-def _builtin() -> Stored:
-    with np.load(Path(__file__).parent / "builtin" / "emoji-pairs.npz") as file:
+def builtin_pairs() -> Stored:
+    """The built-in pairs, in the order of `builtin_captions`."""
+    with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
             levels = np.frombuffer(lzma.decompress(file[name].tobytes()), np.int8).reshape(int(file["dim"]), -1).T
@@ -215,6 +235,13 @@ def _builtin() -> Stored:
             values /= np.linalg.norm(values, axis=1, keepdims=True)
             tables[key] = Table(key, [f"{BUILTIN}/{name}"], arrays=[values])
     return Stored(tables)
+
+
+def builtin_captions() -> dict[str, int]:
+    """Row of each built-in pair by its caption."""
+    with np.load(_FILE) as file:
+        captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")
+    return {caption: row for row, caption in enumerate(captions)}
 
 
 def _bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Image sources: the built-in Fashion-MNIST, and images in any form of layouts/.
+"""Image sources: the built-in Fashion-MNIST and emoji, and images in any form of layouts/.
 
 Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
 UTF-8 as uint8 (CAPTION_BYTES,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
@@ -19,6 +19,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from dstrain.data.crops import Crop
+from dstrain.data.emoji import EMOJI, Emoji
 from dstrain.data.index import Index
 from dstrain.data.index_build import from_first, open_index
 from dstrain.data.indexed import Indexed
@@ -37,15 +38,15 @@ SPLITS = ("train", "held_out", "all")
 def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: str = "train", held_out: float = 0.0,
                 held_out_path: str | Path | None = None, draft: bool = False, request: Request | None = None,
                 index: str | Path | None = None, run: Path | None = None, crop: Crop = Crop(),
-                sizes: bool = False) -> "Fashion | Images":
+                sizes: bool = False) -> "Fashion | Emoji | Images":
     """Opens a source of square images, on all ranks together.
 
-    path: "builtin:fashion", or data in a form of layouts/. image_size: side of the square, pixels. channels: 1 (grey),
-    3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out: fraction of the data
-    that is held out; the built-in data have their own 500. held_out_path: other data, with the same classes, that are
-    the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request: None for
-    images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the size of
-    the image. ConfigError: a path.
+    path: "builtin:fashion", "builtin:emoji", or data in a form of layouts/. image_size: side of the square, pixels.
+    channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out:
+    fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
+    classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
+    None for images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the
+    size of the image. ConfigError: a path.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -54,13 +55,14 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     if not 0 <= held_out < 1:
         raise ConfigError(f"data.held_out is a fraction in [0, 1), not {held_out}")
     builtin = str(path).startswith("builtin:")
-    if builtin and str(path) != "builtin:fashion":
-        raise ConfigError(f"data.path={path}: the only built-in data set is builtin:fashion")
+    if builtin and str(path) not in ("builtin:fashion", EMOJI):
+        raise ConfigError(f"data.path={path}: the built-in images are builtin:fashion and {EMOJI}")
     if builtin and (crop != Crop() or sizes):
-        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of 28 x 28 pixels, which "
+        size = "32 x 32" if path == EMOJI else "28 x 28"
+        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of {size} pixels, which "
                           "are not cropped: leave them out")
     if builtin and (held_out_path is None or split == "train"):
-        return Fashion(image_size, channels, split)
+        return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
     request = request or Request(SUFFIXES)
     if not builtin:
         path, held_out_path = from_first(lambda: taken_apart(path, held_out, held_out_path, split == "all",
@@ -75,7 +77,7 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         return images(*open_index(path, request, index, run), split=split, held_out=held_out)
     if split == "train":
         return images(*open_index(path, request, index, run))
-    classes = FASHION if builtin else open_index(path, request, index, run)[1].classes
+    classes = (() if path == EMOJI else FASHION) if builtin else open_index(path, request, index, run)[1].classes
     unseen = replace(request, key="data.held_out_path")
     return images(*open_index(held_out_path, unseen, index, run), classes=classes, key=unseen.key)
 

@@ -126,6 +126,17 @@ def mapped(root: Path, name: str) -> np.ndarray:
     return array
 
 
+def read_embeddings(path: Path) -> Tensor:
+    """float32 (N, D) of a .npy file. ConfigError: it holds others, no rows, or some that cannot be used."""
+    array = mapped(path.parent, path.name)
+    if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
+        raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
+    values = as_float32(array)
+    if fault := fault_of(values, "image_embed"):
+        raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
+    return torch.from_numpy(values)
+
+
 def as_float32(values: np.ndarray) -> np.ndarray:
     """Masks as they are, numbers as float32; those that are too large for it become infinite."""
     with np.errstate(over="ignore"):

@@ -9,7 +9,9 @@ from dstrain.data.bad_files import listed
 from dstrain.data.bucketed import Bucketed
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.crops import Crop
+from dstrain.data.embedded import with_embeddings
 from dstrain.data.embeddings import BUILTIN, is_embeddings, open_pairs
+from dstrain.data.emoji import EMOJI
 from dstrain.data.folder import class_folders, listing
 from dstrain.data.images import Images, open_images
 from dstrain.data.index import Index
@@ -26,7 +28,7 @@ from dstrain.ranks import group
 from dstrain.ranks.phases import phases
 from dstrain.recipe import Codes, ConfigError, Data
 
-BUILTINS = ("builtin:fashion", MOVING, BUILTIN)          # what data.path may be beside a folder
+BUILTINS = ("builtin:fashion", EMOJI, MOVING, BUILTIN)          # what data.path may be beside a folder
 KINDS = {                                                # what data may hold: its name and the remedy, for messages
     "images": ("images", "give a folder of images"),
     "clips": ("videos", "give a folder of videos, with data.num_frames=17, say"),
@@ -63,15 +65,19 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request_of(data), index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
+                  request=request_of(data, captions=data.embeddings is not None), index=data.index, run=run,
+                  crop=Crop.of(data), sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
-        return _in_buckets(data, train), _in_buckets(data, open_images(data.path, data.image_size, split="held_out",
-                                                                       **common))
-    return _in_buckets(data, train), None
+        return _completed(data, train), _completed(data, open_images(data.path, data.image_size, split="held_out",
+                                                                     **common))
+    return _completed(data, train), None
 
 
-def _in_buckets(data: Data, source: Source) -> Source:
+def _completed(data: Data, source: Source) -> Source:
+    """With its embeddings, or in buckets, where the section asks for them."""
+    if data.embeddings is not None:
+        return with_embeddings(source, data.embeddings)
     if data.buckets is None:
         return source
     if not isinstance(source, Images):
@@ -166,6 +172,12 @@ def completed(data: Data) -> Data:
 
     ConfigError: the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
+    if data.embeddings is not None and (is_encoded(data.path) or kind_of(data) != "images"):
+        raise ConfigError(f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
+                          "others: leave it out, or give the images")
+    if data.embeddings is not None and (data.mixture or data.buckets):
+        raise ConfigError(f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
+                          "data.buckets out")
     if data.mixture:
         parts = [completed(part) for part in data.parts()]
         for part, kind in zip(parts, kinds := [kind_of(part) for part in parts]):

@@ -29,7 +29,8 @@ def grids(run: Run, system: System, nets: Nets, source: Source,
         request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
         if data:
             own = {name: data[name] for name in request.conditions}
-            request.conditions.update(system.conditions_from(data["image"]) | own)
+            begin = data["image_embed" if system.takes_embeddings else "image"]
+            request.conditions.update(system.conditions_from(begin) | own)
         images = draw_on_first(system, nets, request, chunk)
         columns = class_columns(request)
         yield images, "samples", columns, captions

@@ -11,6 +11,7 @@
     videomae:FOLDER      a copy of MCG-NJU/videomae-*, for FVD
     i3d:FILE             the TorchScript I3D of StyleGAN-V (i3d_torchscript.pt), for FVD
     builtin              the classifier in this package, for the built-in clothes
+    emoji                the image tower in this package, for pictures of the built-in emoji's names
 
 Nothing is fetched: what is not there is a ConfigError that says where to get it.
 """
@@ -21,6 +22,7 @@ import torch
 
 from dstrain.metrics import inception, towers
 from dstrain.metrics.builtin import Builtin
+from dstrain.metrics.emoji import Emoji
 from dstrain.metrics.network import Features
 from dstrain.ranks import group
 from dstrain.recipe import ConfigError
@@ -36,6 +38,7 @@ SOURCES = {
     "videomae": "a folder made by `hf download MCG-NJU/videomae-base-finetuned-kinetics --local-dir FOLDER`",
     "i3d": "i3d_torchscript.pt, which StyleGAN-V downloads",
 }
+BUILT_IN = {"builtin": Builtin, "emoji": Emoji}
 _TOWERS = {"torchscript": towers.Scripted, "i3d": towers.ScriptedVideo, "dinov2": towers.Dino, "clip": towers.Clip,
            "videomae": towers.VideoMae}
 
@@ -44,10 +47,11 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
     """The network that KIND:PATH names, on a device (None: the rank's). ConfigError: unknown, absent or another's."""
     kind, _, path = words.partition(":")
     device = device or group.device()
-    if kind == "builtin" and not path:
-        return Builtin(device)
+    if words in BUILT_IN:
+        return BUILT_IN[words](device)
     if kind not in SOURCES:
-        raise ConfigError(f"--features {words}: known are builtin, {', '.join(f'{name}:PATH' for name in SOURCES)}")
+        known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
+        raise ConfigError(f"--features {words}: known are {', '.join(known)}")
     path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
     if not (path.is_dir() if folder else path.is_file()):
         raise ConfigError(f"--features {words}: there is no such {'folder' if folder else 'file'}; get "

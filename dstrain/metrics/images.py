@@ -3,7 +3,7 @@
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ class Batch:
 
 class Images(ABC):
     """A set of images, of which each rank takes some."""
+
+    captions: Sequence[str] | None = None         # of all images, or those that they repeat; None: they are not known
 
     @abstractmethod
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 Nothing here grows with the number of images, but for 8 bytes each where an Inception Score shuffles them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,7 @@ class Statistics:
     scores: tuple[Tensor, Tensor, Tensor] | None = None      # arguments of distances.inception_score
     right: Tensor | None = None                   # float64 (2 or more, classes), see Features.showing
     text_score: float | None = None               # 100 times the mean cosine with the captions, at least 0
+    retrieved: tuple[float, int] | None = None    # share of images whose caption is the nearest of so many
 
 
 @dataclass
@@ -44,10 +46,12 @@ class Collector:
     scores: bool = False                          # sums of an Inception Score
     texts: bool = False                           # compare images with their captions
     right: bool = False                           # count those that show their label
+    candidates: Sequence[str] = ()                # captions, among which each image's own is looked for
     _slots: list[Tensor] = field(default_factory=list)
     _rows: list[Tensor] = field(default_factory=list)
     _waiting: list[Tensor] = field(default_factory=list)     # features that the moments do not hold yet
     _sums: dict[str, Tensor] = field(default_factory=dict)
+    _texts: list[Tensor] = field(default_factory=list)       # embeddings of the candidates, once they are needed
 
     def __post_init__(self) -> None:
         if self.scores:
@@ -71,6 +75,22 @@ class Collector:
             self._add("right", right)
         if self.texts and captions is not None:
             self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
+
+        if self.candidates:
+            self._add("retrieved", self._nearest_is_own(features, captions).double().sum())
+
+    def _nearest_is_own(self, features: Tensor, captions: list[str]) -> Tensor:
+        """bool (n,): the caption is nearer than all others of the candidates, of which the last makes room for one that
+        is none of them.
+        """
+        if not self._texts:
+            self._texts.append(F.normalize(self.network.texts([*self.candidates]), dim=1))       # (K, D)
+        own = F.normalize(self.network.texts(captions), dim=1)                                    # (n, D)
+        place = {caption: place for place, caption in enumerate(self.candidates)}
+        at = torch.tensor([place.get(caption, len(place) - 1) for caption in captions], device=features.device)
+        cosines = features @ self._texts[0].T                                                     # (n, K)
+        mine = (features * own).sum(1, keepdim=True)
+        return (cosines.scatter(1, at[:, None], -torch.inf) < mine).all(1)
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
@@ -114,6 +134,8 @@ class Collector:
             result.scores = (sums["p"], sums["p log p"], sums["p count"])
         if "right" in sums:
             result.right = sums["right"].cpu()
+        if "retrieved" in sums:
+            result.retrieved = sums["retrieved"].item() / count, len(self.candidates)
         if "text" in sums:
             result.text_score = max(100 * sums["text"].item() / count, 0.0)
         return result

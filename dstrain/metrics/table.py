@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dstrain.metrics import distances
-from dstrain.metrics.features import SOURCES, open_features
+from dstrain.metrics.features import BUILT_IN, SOURCES, open_features
 from dstrain.metrics.images import Batch, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
@@ -14,6 +15,7 @@ from dstrain.recipe import ConfigError
 
 Figures = dict[str, tuple[float, float | None]]        # name: value, and its deviation over subsets or splits
 _IMAGES = (*INCEPTIONS, "dinov2", "clip", "builtin")
+_CANDIDATES = 100                                      # captions among which retrieval looks for an image's own
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def _clip_score(name: str, network: Features, drawn: Statistics, reference: None
     return {name: (drawn.text_score, None)}
 
 
+def _retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    share, candidates = drawn.retrieved
+    return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}
+
+
 def _accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     right, number, *parts = drawn.right
     shares = {f"{name}/{label}": (share.item(), None)
@@ -68,12 +75,13 @@ METRICS = {
     "fd_dinov2": Metric(("dinov2",), _MOMENTS, _frechet),
     "fd_clip": Metric(("clip",), _MOMENTS, _frechet),
     "clip_score": Metric(("clip",), ("text_score",), _clip_score, compares=False),
+    "retrieval": Metric(("emoji", "clip"), ("retrieved",), _retrieval, compares=False),
     "fvd": Metric(("i3d", "videomae"), _MOMENTS, _frechet),
     "fd": Metric(("builtin",), _MOMENTS, _frechet),
     "accuracy": Metric(("builtin",), ("right",), _accuracy, compares=False),
 }
 # Of the metrics with one figure, those of which the lowest is the best, and the highest.
-LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score")
+LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
 
 def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
@@ -88,7 +96,7 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     for name in metrics:
         kinds = METRICS[name].kinds
         chosen[name] = next((words for words in paths if words.partition(":")[0] in kinds),
-                            "builtin" if "builtin" in kinds else None)
+                            next((kind for kind in kinds if kind in BUILT_IN), None))
         if chosen[name] is None:
             raise ConfigError(f"--metrics {name} needs a network: --features "
                               + " or ".join(f"{kind}:PATH ({SOURCES[kind]})" for kind in kinds[:2]))
@@ -114,8 +122,10 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
         if METRICS[metric].compares or not compared:
             needs.setdefault(network.name, set()).update(METRICS[metric].needs)
     by_name = {network.name: network for network in networks.values()}
+    candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {name: Collector(by_name[name], len(images), keep * ("kept" in of), "mean" in of, "scores" in of,
-                                  "text_score" in of, "right" in of) for name, of in needs.items()}
+                                  "text_score" in of, "right" in of, candidates if "retrieved" in of else ())
+                  for name, of in needs.items()}
     for batch in images.batches(size):
         for name, collector in collectors.items():
             _require(batch, by_name[name], needs[name])
@@ -133,6 +143,7 @@ def _require(batch: Batch, network: Features, needs: set[str]) -> None:
                           "metrics")
     shown = batch.captions if clips and batch.labels is None else batch.labels       # captions of clips name the item
     for need, metric, kind, values in (("text_score", "clip_score", "captions", batch.captions),
+                                       ("retrieved", "retrieval", "captions", batch.captions),
                                        ("right", "accuracy", "labels", shown)):
         if need in needs and values is None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")

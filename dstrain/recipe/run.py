@@ -19,7 +19,6 @@ from dstrain.recipe.problems import divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, short_path
 from dstrain.recipe.shapes import Shape, Shaping
 
-
 WIDEST = 0.288           # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
 
 
@@ -72,9 +71,10 @@ class Data(Mixture, Shaping):
     index: str | None = None                 # folder of the list of samples; None: in the run's, or not kept if small
     splits: tuple[Fraction, Fraction, Fraction] = (0.75, 0.15, 0.1)    # of embedding pairs: train, validation, test
     cache: Cache = Cache()                   # of data at an address
+    embeddings: str | None = None            # of images, from launch/encode.py --image-encoder, or builtin:emoji-pairs
     codes: Codes | None = None               # where `path` holds cached codes: filled in from their index
 
-    @field_validator("path", "held_out_path", "captions", "images", "class_list", "index")
+    @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
     @classmethod
     def _expand(cls, path: str | None) -> str | None:
         # A shell does not expand the ~ of data.path=~/images.

@@ -53,6 +53,9 @@ class Prompted:
 
     starts_from_data: bool = False                # whether samples or `pictures` need data: reconstruction, upsampling
 
+    takes_embeddings: int = 0                     # width of the image embeddings that samples begin from; 0: of none
+    draws_embeddings: int = 0                     # width of the embeddings that `sample` draws; 0: it draws pictures
+
     @property
     def takes_texts(self) -> bool:
         """Whether samples can begin from texts."""
@@ -69,7 +72,8 @@ class Prompted:
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Conditions of pictures, uint8 (N, C, H, W), of another run or of the data; of a system that draws videos, of
-        their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size.
+        their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size; where it takes embeddings, of those,
+        float32 (N, takes_embeddings).
 
         ConfigError: the system begins from noise, or the pictures do not fit.
         """

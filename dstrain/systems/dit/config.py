@@ -90,7 +90,10 @@ class Config(SystemConfig):
     num_classes: int = Field(1000, ge=1)
     """Number of labels; 1 for an unconditional model, whose data need none."""
     class_dropout_prob: float = Field(0.1, ge=0, le=1)
-    """Share of training samples without label; 0 leaves out the null row, and with it guidance."""
+    """Share of training samples without label and embedding; 0 leaves out the null row, and with it guidance."""
+    embedding_dim: int = Field(0, ge=0)
+    """Width of the image embedding that pictures are drawn from, as DALL-E 2's decoder does; 0: from none. Images come
+    with theirs by data.embeddings."""
     learn_sigma: bool = True
     """Whether the network also predicts variances, by twice as many output channels."""
     objective: Literal["diffusion", "flow"] = "diffusion"
@@ -181,6 +184,9 @@ class Config(SystemConfig):
         if samples.guidance_scale != 1 and not self.class_dropout_prob:
             problems.append(f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                             "labels at times: write samples.guidance_scale=1, or model.class_dropout_prob=0.1")
+        if bool(self.embedding_dim) != (run.data.embeddings is not None):
+            problems.append("data.embeddings and model.embedding_dim go together, the embeddings of the images and "
+                            "their width: give both, or neither")
         if self.codes is not None and self.first_stage is None and run.every.sample:
             problems.append(f"every.sample={run.every.sample}: pictures need the autoencoder that decodes the latents "
                             f"of {run.data.path}; set model.first_stage.path to its folder, or every.sample=0")
@@ -222,5 +228,5 @@ class Config(SystemConfig):
     def network_arguments(self) -> dict[str, Any]:
         """The keyword arguments of DiT."""
         fields = {"in_channels", "mlp_ratio", "class_dropout_prob", "num_classes", "learn_sigma", "time_freq",
-                  "size_conditions"}
+                  "size_conditions", "embedding_dim"}
         return {"input_size": self.input_size, **self.network_shape(), **self.model_dump(include=fields)}

@@ -1,11 +1,13 @@
 """The diffusion transformer of Peebles & Xie 2022 ("Scalable Diffusion Models with Transformers"), adaLN-Zero.
 
-Notation: B samples, N tokens of p x p patches, D = hidden_size; c is the condition (timestep + label), (B, D).
+Notation: B samples, N tokens of p x p patches, D = hidden_size; c is the condition (timestep + label), (B, D), to which
+an image embedding adds as in DALL-E 2's decoder (Ramesh et al. 2022, section 2.1).
 State-dict names are the published ones, so that their files load unchanged. Weights start as published: xavier linear
 layers, normal(0.02) embeddings, zero for every modulation and the last layer, so that each block begins as identity.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.layers import (Embedding, Linear, Mlp, Patches, SelfAttention, named, sincos_positions,
@@ -28,6 +30,7 @@ class DiT(nn.Module):
     learn_sigma         twice as many output channels as input channels.
     time_freq           official, or diffusers (whose frequencies are spaced a little wider).
     size_conditions     the original size of an image and its crop are conditions, too.
+    embedding_dim       width of an image embedding that is a condition, too; 0: none.
 
     Inputs may have other sizes, any multiples of the patch: their positions run over the same range.
     """
@@ -35,7 +38,7 @@ class DiT(nn.Module):
     def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1152,
                  depth: int = 28, num_heads: int = 16, mlp_ratio: float = 4.0, class_dropout_prob: float = 0.1,
                  num_classes: int = 1000, learn_sigma: bool = True, *, time_freq: str = "official",
-                 size_conditions: bool = False) -> None:
+                 size_conditions: bool = False, embedding_dim: int = 0) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ConfigError(f"patch_size: {patch_size} does not divide the input's size {input_size}")
@@ -47,6 +50,8 @@ class DiT(nn.Module):
         self.y_embedder = named(embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size))
         if size_conditions:
             self.s_embedder = SizeEmbedder(hidden_size)
+        if embedding_dim:
+            self.e_embedder = ImageEmbedder(embedding_dim, hidden_size)
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         # .float(), since zero.Init would create it in the compute dtype.
@@ -59,14 +64,17 @@ class DiT(nn.Module):
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid))
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None) -> Tensor:
-        """size: int64 (B, 6), see SizeEmbedder; None: no such conditions."""
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, size: Tensor | None = None,
+                embed: Tensor | None = None) -> Tensor:
+        """size: int64 (B, 6), see SizeEmbedder; embed: (B, E), see ImageEmbedder; None: no such conditions."""
         high, wide = (side // self.patch_size for side in x.shape[2:])
         x = self.x_embedder(x)                                                                    # (B, N, D)
         x = x + self.positions(high, wide).to(x)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
         if size is not None:
             c = c + self.s_embedder(size)
+        if embed is not None:
+            c = c + self.e_embedder(embed)
         for block in self.blocks:
             x = block(x, c)
         return self.unpatchify(self.final_layer(x, c), high, wide)                                # (B, C or 2C, H, W)
@@ -158,6 +166,19 @@ class SizeEmbedder(nn.Module):
     def forward(self, size: Tensor) -> Tensor:
         features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)           # (B, 6 x 256)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
+
+
+class ImageEmbedder(nn.Module):
+    """Image embeddings (B, E), or zeros for none, to (B, D). Only their direction counts. It begins as zero."""
+
+    def __init__(self, embedding_dim: int, dim: int) -> None:
+        super().__init__()
+        first, last = Linear(embedding_dim, dim, init="normal"), Linear(dim, dim, init="zero")
+        self.mlp = nn.Sequential(first, nn.SiLU(), last)
+
+    def forward(self, embed: Tensor) -> Tensor:
+        unit_variance = F.normalize(embed.float(), dim=1) * embed.shape[1] ** 0.5
+        return self.mlp(unit_variance.to(self.mlp[0].weight.dtype))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

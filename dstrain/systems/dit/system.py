@@ -44,7 +44,9 @@ class DiTSystem(System):
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.first_stage = _first_stage(config)
         self.generates = config.codes is None or self.first_stage is not None
-        self.inverts = config.codes is None       # with cached latents the first stage has no encoder
+        self.starts_from_data, self.takes_embeddings = config.embedding_dim > 0, config.embedding_dim
+        # With cached latents the first stage has no encoder; a picture alone does not say its embedding.
+        self.inverts = config.codes is None and not config.embedding_dim
         if config.objective == "diffusion":
             section = config.diffusion
             self.diffusion = GaussianDiffusion(
@@ -62,6 +64,7 @@ class DiTSystem(System):
         """x_start: latents drawn from the cached moments or by the first stage; without either pixels in [-1, 1]."""
         inputs = ("image", "latent_mean", "latent_std")
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
+        self._require_embedding(batch)
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
             scale = self.config.codes.scaling_factor if self.config.codes else 1.0
@@ -77,9 +80,11 @@ class DiTSystem(System):
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: one timestep and one noise for each sample, its label dropped now and then."""
+        """The training loss: a timestep and a noise for each sample, its label and embedding dropped now and then."""
         dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
         y = torch.where(dropped, self.config.num_classes, self._labels(example, example["x_start"]))
+        if self.config.embedding_dim:
+            example = example | {"image_embed": torch.where(dropped[:, None], 0, example["image_embed"])}
         terms = self._losses(nets, example, y)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
@@ -95,7 +100,7 @@ class DiTSystem(System):
         """
         if self.models_pixels():
             y, flows = self._labels(example, example["x_start"]), self.config.objective == "flow"
-            network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._sizes(example))
+            network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._conditions(example))
             process, bits = (self.flow, flow_likelihood.measured_bits) if flows else (self.diffusion, measured_bits)
             terms = bits(process, network, example["x_start"], example["key"], num_steps, progress)
             return terms | {"loss": self.evaluate(nets, example)["loss"]} if flows else terms
@@ -108,7 +113,7 @@ class DiTSystem(System):
         x_start, key = example["x_start"], example["key"]
         noise = rng.normal(key, "noise", tuple(x_start.shape[1:]))                              # (B, C, H, W)
         uniforms = rng.uniform(key, "timestep")                                                 # (B,)
-        network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._sizes(example))
+        network = lambda x_t, t: nets["denoiser"](x_t, t, y, **self._conditions(example))
         if self.config.objective == "flow":
             t = self.flow.times(uniforms)
             return self.flow.training_losses(network, x_start, t, noise) | {"quartile": (4 * t).long().clamp(max=3)}
@@ -116,13 +121,49 @@ class DiTSystem(System):
         quartile = 4 * t // self.diffusion.num_timesteps
         return self.diffusion.training_losses(network, x_start, t, noise) | {"quartile": quartile}
 
-    def _sizes(self, example: Example) -> dict[str, Tensor]:
-        """The conditions of sizes, int64 (B, 6), where the model is told them."""
+    def _conditions(self, example: Example) -> dict[str, Tensor]:
+        """What the network is told beside labels: sizes, int64 (B, 6), and image embeddings (B, E)."""
+        conditions = {"embed": example["image_embed"]} if self.config.embedding_dim else {}
         if not self.config.size_conditions:
-            return {}
+            return conditions
         if "size" not in example:
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
-        return {"size": example["size"]}
+        return conditions | {"size": example["size"]}
+
+    def _require_embedding(self, batch: dict[str, Tensor]) -> None:
+        """ConfigError: the model is conditioned on an image embedding, and there is none of its width."""
+        width, actual = self.config.embedding_dim, batch["image_embed"].shape[1] if "image_embed" in batch else 0
+        if width and not actual:
+            raise ConfigError("image_embed: this model draws from image embeddings: give images with theirs, "
+                              "data.embeddings=PAIRS; to draw, --embeddings FILE.npy, or a prior's run, generate.py "
+                              "PRIOR --then THIS_RUN")
+        if width and actual != width:
+            raise ConfigError(f"image_embed: these are {actual} wide, and model.embedding_dim is {width}: give others, "
+                              f"or train with model.embedding_dim={actual}")
+
+    def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
+        """image_embed float32 (N, E): of a model that is conditioned on them, embeddings are what samples begin from.
+        """
+        if not self.config.embedding_dim:
+            return super().conditions_from(images)
+        if images.ndim != 2:
+            raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
+        conditions = {"image_embed": images.float()}
+        self._require_embedding(conditions)
+        return conditions
+
+    def accepts(self, source: Any) -> None:
+        """ConfigError: embeddings of another width, or none."""
+        if self.config.embedding_dim:
+            self._require_embedding({name: values[None] for name, values in source.first().items()
+                                     if name == "image_embed"})
+
+    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+        """Beside samples that are drawn from embeddings, `data`: the images that these are of."""
+        if not self.config.embedding_dim or self.cannot_draw():
+            return {}
+        x_start = example["x_start"]
+        return {"data": to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)}
 
     def _labels(self, conditions: dict[str, Tensor], like: Tensor) -> Tensor:
         if "label" in conditions:
@@ -136,6 +177,7 @@ class DiTSystem(System):
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
+        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from.
         Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
         than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted,
         a size that patches do not fill.
@@ -172,7 +214,8 @@ class DiTSystem(System):
         """Width and depth may differ, and so may what the network learns beside its prediction."""
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        same = {"image_size", "size_conditions", "in_channels", "num_classes", "objective", "first_stage", "codes"}
+        same = {"image_size", "size_conditions", "embedding_dim", "in_channels", "num_classes", "objective",
+                "first_stage", "codes"}
         own, others = (system.config.model_dump(include=same | {system.config.objective}) for system in (self, other))
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
@@ -183,13 +226,18 @@ class DiTSystem(System):
         if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
             raise ConfigError("guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
                               "with guidance_scale 1, or train with class_dropout_prob above 0")
-        null, size = torch.full_like(y, self.config.num_classes), {}
+        null, size, embed, no_embed = torch.full_like(y, self.config.num_classes), {}, {}, {}
+        self._require_embedding(request.conditions)
+        if self.config.embedding_dim:
+            embed["embed"] = request.conditions["image_embed"]
+            no_embed["embed"] = torch.zeros_like(embed["embed"])
         if self.config.size_conditions:           # a picture that had this size, and was not cut
             wide, high = request.size or (self.config.image_size,) * 2
             size["size"] = torch.tensor([high, wide, 0, 0, high, wide], device=y.device).expand(len(y), -1)
         process = self.flow if self.config.objective == "flow" else self.diffusion
-        return samplers.guided(nets["denoiser"], {"y": y} | size, {"y": null} | size, request.guidance_scale,
-                               self.config.guidance_channels, rescale=request.guidance_rescale, guide=guide,
+        return samplers.guided(nets["denoiser"], {"y": y} | size | embed, {"y": null} | size | no_embed,
+                               request.guidance_scale, self.config.guidance_channels,
+                               rescale=request.guidance_rescale, guide=guide,
                                active=samplers.within(request.guidance_interval, process.noise_of))
 
     def cannot_draw(self) -> str | None:
@@ -241,6 +289,8 @@ class DiTSystem(System):
             shape = self.config.shape((wide, high) if self.config.sizes else None)
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
+        if self.config.embedding_dim:
+            batch["image_embed"] = rng.normal(batch["key"], "image_embed", (self.config.embedding_dim,))
         if self.config.size_conditions:
             batch["size"] = torch.tensor([high, wide, 0, 0, high, wide]).repeat(batch_size, 1)
         return batch

@@ -18,7 +18,7 @@ from dstrain.systems.dit.config import Config
 
 _CLASSES = "y_embedder.embedding_table.weight"
 _POSITIONS = "pos_embed"
-_SIZES = "s_embedder."
+_ADDED = ("s_embedder", "e_embedder")             # conditions that published files do not have
 CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")       # the second in older files of diffusers
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
@@ -38,6 +38,7 @@ _REMEDIES = (
     (r"^x_embedder", "in_channels, patch_size and hidden_size (or size)"),
     (r"^final_layer\.linear", "learn_sigma, in_channels, patch_size and hidden_size (or size)"),
     (r"^s_embedder", "data.size_conditions"),
+    (r"^e_embedder", "embedding_dim"),
     (r"^blocks\.\d+\.mlp", "depth, mlp_ratio and hidden_size (or size)"),
     (r"^blocks", "depth and hidden_size (or size)"),
     (r"", "size, or hidden_size and depth"),
@@ -48,8 +49,8 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
-    rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes that the
-    file lacks is a new one, whose last layer is zero, so that the network computes what it did.
+    rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
+    image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
     ConfigError: the first difference beyond these, with both shapes and the remedy.
     """
     shapes = fitting.shapes_of(network)
@@ -58,12 +59,13 @@ def adapt(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
     if positions is not None and positions.ndim == 3 and positions.shape[-1] == shapes[_POSITIONS][-1]:
         state[_POSITIONS] = _interpolated(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill(state, shapes, _CLASSES, std=0.02, keep_last=True)
-    fresh = [name for name in shapes if name.startswith(_SIZES)]
-    if fresh and not any(name in state for name in fresh):
-        generator = torch.Generator().manual_seed(0)                 # the same on every rank
-        state |= {name: torch.zeros(shapes[name]) for name in fresh}
-        state[f"{_SIZES}mlp.0.weight"].normal_(std=0.02, generator=generator)
-        notes.append("s_embedder: not in the file; the conditions on sizes begin as zero")
+    for added in _ADDED:
+        fresh = [name for name in shapes if name.startswith(added)]
+        if fresh and not any(name in state for name in fresh):
+            generator = torch.Generator().manual_seed(0)             # the same on every rank
+            state |= {name: torch.zeros(shapes[name]) for name in fresh}
+            state[f"{added}.mlp.0.weight"].normal_(std=0.02, generator=generator)
+            notes.append(f"{added}: not in the file; these conditions begin as zero")
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _REMEDIES)
     return state, notes
 
@@ -176,6 +178,9 @@ def require_expressible(config: Config) -> None:
                           "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
     if config.size_conditions:
         raise ConfigError("size_conditions: diffusers' DiTTransformer2DModel takes none; take --format safetensors")
+    if config.embedding_dim:
+        raise ConfigError("embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format "
+                          "safetensors")
     dim = config.network_shape()["hidden_size"]
     if int(dim * config.mlp_ratio) != 4 * dim:
         raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "

@@ -19,6 +19,7 @@ from dstrain.diffusion import samplers, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, at_boundary
 from dstrain.diffusion.solvers import eta_of
 from dstrain.diffusion.timesteps import UniformSampler
+from dstrain.encoders import emoji
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.nn.fitting import Fitted
@@ -44,7 +45,7 @@ class PriorSystem(System):
         self.config = config
         self.parts = {"denoiser": self.denoise}
         self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
-        self.shape = (config.image_embed_dim,)
+        self.shape, self.draws_embeddings = (config.image_embed_dim,), config.image_embed_dim
         self.diffusion = GaussianDiffusion(schedule.betas(config.beta_schedule, config.timesteps),
                                            prediction=config.prediction, variance="fixed_small")
         self.timesteps = UniformSampler(config.timesteps)
@@ -283,7 +284,12 @@ class PriorSystem(System):
         return terms
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """The frozen encoder's embeddings and encodings, on the CPU. ConfigError: the recipe names no encoder."""
+        """The frozen encoder's embeddings and encodings, on the CPU. Those of the built-in pairs' captions are in the
+        package. ConfigError: the recipe names no encoder.
+        """
+        if self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len:
+            if (embeds := emoji.text_embeds(texts)) is not None:
+                return self._texts({"text_embed": embeds})
         encoder, row_of = self.text_encoder(torch.device("cpu")), {}
         rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
         distinct = list(row_of)

@@ -247,3 +247,33 @@ def test_learns():
         optimizer.step()
         losses.append(float(loss))
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_image_embeddings():
+    """Oracle: zeros, what a dropped embedding is; the loss of the same direction at another length; the network alone.
+
+    Weights without such an embedder compute what they did, whatever the embedding; diffusers has no place for it.
+    """
+    example = {"x_start": torch.randn(6, 1, 8, 8), "key": rng.keys(0, 0, torch.arange(6))}
+    embed, losses = torch.randn(6, 5), {}
+    for drop in (0.0, 1.0):
+        system = build(embedding_dim=5, num_classes=1, class_dropout_prob=drop)
+        nets = {"denoiser": random(system.networks()["denoiser"])}
+        losses[drop] = [system.denoise(nets, example | {"image_embed": values})["loss"]
+                        for values in (embed, 7 * embed, embed.roll(1, 0), torch.zeros_like(embed))]
+    torch.testing.assert_close(losses[0.0][0], losses[0.0][1])
+    assert len({round(loss.item(), 5) for loss in losses[0.0][::1]}) == 3
+    assert len({loss.item() for loss in losses[1.0]}) == 1
+    plain, system = build(num_classes=1), build(embedding_dim=5, num_classes=1)
+    old = random(plain.networks()["denoiser"])
+    state, notes = system.adapt("denoiser", old.state_dict())
+    network = system.networks()["denoiser"]
+    network.load_state_dict(state)
+    inputs = example["x_start"], torch.arange(6), torch.zeros(6, dtype=torch.int64)
+    assert torch.equal(network(*inputs, embed=embed), old(*inputs)) and "e_embedder: not in the file" in notes[0]
+    with pytest.raises(ValueError, match="image_embed: these are 4 wide, and model.embedding_dim is 5"):
+        system.sample({"denoiser": network}, Request(torch.arange(2), {"image_embed": torch.ones(2, 4)}, 2))
+    with pytest.raises(ValueError, match="image_embed: this model draws from image embeddings"):
+        system.encode({"image": torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "key": example["key"][:1]})
+    with pytest.raises(ValueError, match="takes no image embeddings; take --format safetensors"):
+        build(embedding_dim=5, time_freq="diffusers").require_expressible()
