@@ -185,10 +185,14 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-def child(words: list[str], environment: dict[str, str], log: Path) -> Child:
+def child(words: list[str], environment: dict[str, str], log: Path) -> "Child | subprocess.Popen":
     """A script with its arguments as a child of this very process, for tests of ranks that know each other by their
-    parent; it writes to the end of `log`.
+    parent; it writes to the end of `log`. A fresh process where torch sees a GPU.
     """
+    import torch
+    if torch.cuda.is_available():
+        with open(log, "ab") as file:
+            return subprocess.Popen([sys.executable, *words], env=environment, stdout=file, stderr=subprocess.STDOUT)
     pid = os.fork()
     if pid:
         return Child(pid)
