@@ -16,7 +16,7 @@ LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.p
            "launch/test_prior.py", "faults/test_kills.py", "costs/test_advice.py", "launch/test_gpu.py",
            "engine/test_phenaki.py", "engine/test_averages.py", "engine/test_turns.py", "engine/test_optimizers.py",
            "engine/test_blocks.py", "newcomer/test_newcomer.py", "launch/test_modes.py", "launch/test_data_ends.py",
-           "ranks/test_presence.py", "runs/test_hosts.py", "caches/test_embeddings.py", "test_bench.py")
+           "ranks/test_presence.py", "test_bench.py")
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -78,7 +78,7 @@ TESTS = {
                                     "tests/engine/test_checkpoint.py", "tests/engine/test_checkpoint_files.py"],
     "dstrain/engine/ema.py": ["tests/engine/test_ema.py"],
     "dstrain/engine/averages.py": ["tests/engine/test_averages.py"],
-    "dstrain/engine/combine.py": ["tests/engine/test_averages.py", "tests/test_reconstruct.py"],
+    "dstrain/engine/combine.py": ["tests/engine/test_contents.py", "tests/engine/test_averages.py", "tests/test_reconstruct.py"],
     "dstrain/engine/profiles.py": ["tests/engine/test_profiles.py", "tests/engine/test_averages.py"],
     "dstrain/engine/holdings.py": ["tests/costs/test_costs.py"],
     "dstrain/engine/pretended.py": ["tests/costs/test_costs.py"],

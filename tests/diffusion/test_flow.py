@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dstrain.diffusion.flow import FlowMatching, check_spacing
+from dstrain.diffusion.flow import FlowMatching, _Denoiser, check_spacing
 from dstrain.recipe import ConfigError
 
 MEAN, STD = 0.3, 0.2                              # of the data
@@ -85,8 +85,20 @@ def test_extra_channels_are_unused():
 def test_calls_of_heun(calls, made):
     """Oracle: by hand: two calls a step, as many steps as the calls allow, and one at least."""
     times = []
-    FlowMatching().sample(lambda x, t: times.append(float(t[0])) or optimal(x, t), randn(0, (2, 1)), randn, "heun", calls)
+    velocity = lambda x, t: times.append(float(t[0])) or optimal(x, t)
+    FlowMatching().sample(velocity, randn(0, (2, 1)), randn, "heun", calls)
     assert len(times) == made and times[0] == 1000.0
+    times.clear()
+    FlowMatching().invert(velocity, randn(0, (2, 1)), "heun", calls)
+    assert len(times) == made and times[0] == 0.0
+
+
+def test_levels_that_solvers_may_take():
+    """Oracle: sigma / alpha = t / (1 - t) of the level that the network is called with, which is the one asked for."""
+    denoiser = _Denoiser(FlowMatching(), optimal)
+    for s in (0.05, 1.0, 7.0):
+        level = denoiser.nearest(s)
+        assert level.s == pytest.approx(s) and level.time / (1 - level.time) == pytest.approx(s)
 
 
 def test_names_of_spacings():

@@ -7,6 +7,7 @@ import torch
 
 from dstrain.diffusion import gaussian, likelihood, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
+from dstrain.diffusion.likelihood import readable
 from tests.support import golden
 
 SHAPE = (5, 2, 4, 4)
@@ -42,6 +43,17 @@ def test_tables_of_iddpm():
     for name, table in tensors.items():
         if name.startswith("table."):
             torch.testing.assert_close(tables[name[6:]], table, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large"])
+def test_fixed_variance_at_the_first_timestep(variance):
+    """Oracle: by hand: the posterior's of t = 1 at t = 0, where it is 0, in both; from there on beta's, where large."""
+    betas = schedule.betas("linear", 50)
+    log_variance = GaussianDiffusion(betas, variance=variance).tables["fixed_log_variance"]
+    cumulative = torch.cumprod(1 - betas, 0)
+    posterior = betas[1] * (1 - cumulative[0]) / (1 - cumulative[1])
+    assert float(log_variance[0]) == pytest.approx(math.log(posterior))
+    assert float(log_variance[1]) == pytest.approx(math.log(posterior if variance == "fixed_small" else betas[1]))
 
 
 def test_q_sample_and_posterior(data):
@@ -126,6 +138,12 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
         found.append((terms["loss"].detach(), out.grad))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_what_the_host_may_read():
+    """Oracle: by hand: plain tensors on the CPU; not those of a device or of a kind of their own."""
+    assert readable(torch.ones(1)) and not readable(torch.ones(1, device="meta"))
+    assert not readable(torch.nn.Parameter(torch.ones(1)))
 
 
 def test_expm1():

@@ -214,6 +214,32 @@ def test_few_steps_of_a_flow():
         assert (first, last) == (1, 0) and [t / (1 - t) for t in inner] == pytest.approx(expected)
 
 
+def test_timesteps_of_a_chain():
+    """Oracle: by hand: DDIM's strides from 0 on, where there are such; the ends of the chain and evenly between else."""
+    diffusion = chain(1000)
+    assert samplers.timesteps_of(diffusion, "ddim", 10) == [*range(0, 1000, 100)]
+    assert samplers.timesteps_of(diffusion, "ddpm", 10) == [*range(0, 1000, 111)]
+
+
+def test_inverted_by_name():
+    """Oracle: encode_ddim over the chain of these timesteps; sampled again, it comes back."""
+    diffusion, x_start = chain(1000), MEAN + STD * randn(0, (16, 1))
+    network, timesteps = optimal(diffusion), samplers.timesteps_of(diffusion, "ddim", 100)
+    noise = samplers.invert(diffusion, network, x_start, "ddim", timesteps)
+    assert torch.equal(noise, samplers.encode_ddim(diffusion.over(timesteps), network, x_start))
+    again = samplers.sample(diffusion, network, noise, None, "ddim", timesteps)
+    assert float((again - x_start).abs().max()) < 0.1
+
+
+def test_the_level_nearest():
+    """Oracle: the least difference in sigma / alpha over all timesteps, below them and above them, too."""
+    diffusion = chain(1000)
+    denoiser = samplers.ChainDenoiser(diffusion, None)
+    noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"]
+    for s in (1e-3, 0.0101, 0.3, 1.0, 79.5, 150.0, 1e4):
+        assert denoiser.nearest(s).time == int((noise - s).abs().argmin())
+
+
 def test_wrong_choices():
     """Oracle: one line that names the value and what there is."""
     diffusion = chain(1000)

@@ -91,6 +91,31 @@ def test_the_range_of_added_noise(first, adds):
     assert (model.calls[0].s > first) == adds
 
 
+def test_no_noise_without_a_higher_level():
+    """Oracle: the same algorithm without noise, where the network knows no level above the step's own."""
+    class Coarse(Exact):
+        def nearest(self, s):
+            return levels[0]
+    levels = levels_of(1)
+    x = on_path(randn(0), levels[0])
+    plain = solve("heun", Exact(), levels, x, None, 0.0)
+    assert torch.equal(solve("edm", Coarse(), levels, x, None, 1.0), plain)            # there is no noise to call
+
+
+@pytest.mark.parametrize("first, calls", [(159.0, 2), (161.0, 1)])
+def test_a_first_step_from_far_above(first, calls):
+    """Oracle: by hand: EDM's range ends at 80; from above twice as much the first step is Euler's, with one call."""
+    levels, model = levels_of(1, first, 80.0), Exact()
+    solve("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
+    assert len(model.calls) == calls
+
+
+def test_ends_of_the_signal():
+    """Oracle: log(alpha / sigma): of noise alone, of data alone, of as much of both."""
+    assert [Level(0.0, 1.0, 1).half_log_snr, Level.data().half_log_snr] == [-math.inf, math.inf]
+    assert Level(0.6, 0.6, 1).half_log_snr == 0.0
+
+
 def test_edm_is_algorithm_2():
     """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha."""
     levels, model = [*levels_of(12, 60.0, 0.02), Level.data()], Exact()

@@ -23,13 +23,15 @@ from tests.engine.check_systems import Trial, on_ranks, write
 from tests.support import tokenizers
 
 GOOD, MORE, AFTER = 5, 3, 4
-# Number of ranks: case, stage, precision, save.format. Two tiny networks everywhere; where the systems have state of
-# their own, these too. The discriminator of vae begins behind the checkpoint.
-EVERYWHERE = [("brittle", stage, precision, "fragments") for stage in range(4) for precision in ("fp32", "bf16")]
-PLACES = {1: [*EVERYWHERE, ("brittle", 3, "bf16", "deepspeed"), ("vae", 2, "fp32", "fragments"),
+# Number of ranks: case, stage, precision, save.format. Two tiny networks at every stage in every precision, so that any
+# two of number of ranks, stage and precision meet; where the systems have state of their own, these too. The
+# discriminator of vae begins behind the checkpoint.
+EVERYWHERE = {world: [("brittle", stage, ("fp32", "bf16")[(stage + world) % 2], "fragments") for stage in range(4)]
+              for world in (1, 2)}
+PLACES = {1: [*EVERYWHERE[1], ("brittle", 3, "bf16", "deepspeed"), ("vae", 2, "fp32", "fragments"),
               ("tokenizer", 3, "fp32", "fragments"), ("iddpm", 1, "bf16", "fragments"),
               ("dvae", 0, "bf16", "fragments")],
-          2: [*EVERYWHERE, ("brittle", 1, "bf16", "deepspeed"), ("brittle", 2, "fp32", "deepspeed")]}
+          2: [*EVERYWHERE[2], ("brittle", 1, "bf16", "deepspeed"), ("brittle", 2, "fp32", "deepspeed")]}
 check_systems.CASES["brittle"] = ("tiny", [
     "system=tests.support.brittle", "model={}", "data.image_size=4", "data.flip=false", "samples.sampler=null",
     "every.sample=0"])

@@ -1,7 +1,7 @@
 """Run by test_systems.py: every system saves, and goes on at other stages and numbers of ranks; figures as JSON.
 
     2 ranks, stage 2    BEFORE steps, a checkpoint, AFTER + EXTRA more: the truth
-    4, 2, 1 ranks       each of PLACES: that checkpoint, AFTER steps, compared with the truth
+    4, 2, 1 ranks       each of PLACES for some systems: that checkpoint, AFTER steps, compared with the truth
     4 ranks, stage 3    EXTRA steps from there, a checkpoint of its own, which goes BACK to 1 rank and AFTER steps
     2 ranks             checkpoints of save.format=deepspeed, and what DeepSpeed's own tools make of them
 
@@ -38,8 +38,6 @@ from tests.support import tokenizers
 from tests.support.launch import ROOT, free_port
 
 BEFORE, AFTER, EXTRA = 8, 20, 5
-PLACES = {4: (3, 1), 2: (3,), 1: (0, 3)}              # ranks: stages
-BACK = (1, 2)                                         # rank and stage of what 4 ranks saved at stage 3
 ROUNDING = 1e-7                                       # the root mean square of a gradient that is nothing else
 GAME = 22                                             # the vae's step from which its adversary plays
 NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 24        # in DeepSpeed's own files; the step
@@ -62,6 +60,13 @@ CASES = {
     "phenaki": ("tiny-phenaki", ["data.path=builtin:moving-fashion", "data.held_out=0", "batch.micro=2"]),
     "prior": ("tiny-prior", ["batch.micro=2"]),
 }
+
+
+# Ranks and stage: who goes there. Every system goes to more ranks, to one rank without ZeRO, and once to stage 3; those
+# with state of their own and two networks to most places.
+PLACES = {(4, 3): ("dit", "iddpm", "tokenizer", "phenaki"), (4, 1): ("dvae", "vae", "prior"), (2, 3): ("dvae", "prior"),
+          (1, 0): tuple(CASES), (1, 3): ("vae",)}
+BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")          # from what 4 ranks saved at stage 3
 
 
 def steady(case: str, first: int) -> int:
@@ -153,14 +158,14 @@ def truth(folder: Path) -> None:
 def elsewhere(folder: Path) -> None:
     """Goes on from the 2 ranks' checkpoint at each of this world's stages."""
     figures = {}
-    for case in CASES:
-        for stage in PLACES[group.world()]:
+    for (world, stage), cases in PLACES.items():
+        for case in cases if world == group.world() else ():
             began = time.process_time()
             trial = Trial(folder, case, stage)
             first = trial.saves.resume()
             assert first == BEFORE
             steps = trial.steps(first, first + EXTRA)
-            if (group.world(), stage) == (4, 3):
+            if (world, stage) == (4, 3) and case in RETURNING:
                 other = Checkpoints(folder / case / "of4", trial.engines, trial.ema, trial.system)
                 other.save(first + EXTRA, last=True)
             steps += trial.steps(first + EXTRA, first + AFTER)
@@ -171,7 +176,7 @@ def elsewhere(folder: Path) -> None:
 
 def back(folder: Path) -> None:
     figures = {}
-    for case in CASES:
+    for case in RETURNING:
         trial = Trial(folder, case, BACK[1], "of4")
         first = trial.saves.resume()
         assert first == BEFORE + EXTRA
@@ -326,7 +331,7 @@ def main(folder: Path) -> None:
         (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     tokenizers.save(folder / "tokens", patch_size=8)
     on_ranks(2, truth, folder)
-    for world in PLACES:
+    for world in (4, 2, 1):
         on_ranks(world, elsewhere, folder)
     on_ranks(1, back, folder)
     on_ranks(2, native, folder)

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 
 from dstrain import recipe
 from dstrain.disk.sealed import render
-from dstrain.engine import contents
+from dstrain.engine import combine, contents
 from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.store import Store
+from dstrain.recipe import ConfigError
 from tests.support import checkpoints
 from tests.support.tiny import Tiny
 
@@ -78,3 +79,27 @@ def test_files_that_are_not_listed(folder):
     (path / "deepspeed" / "net").mkdir(parents=True)
     (path / "deepspeed" / "net" / "model.pt").write_bytes(b"pickle")
     assert newest(folder)[0] == 7 and "deepspeed/net/model.pt is not in" in newest(folder)[1][0]
+
+
+def test_snapshots_that_fit_together(folder):
+    """Oracle: by hand: those that began where the last one did; the message where one holds no averages."""
+    counters = lambda began, updates: json.dumps({"net": FINE["net"] | {"averages": {
+        "widths": [0.1], "began": began, "updates": updates}}})
+    shutil.copytree(folder / "step_00000009", folder / "step_00000011")
+    paths = [folder / f"step_{step:08d}" for step in (7, 9, 11)]
+    for path, began, step in zip(paths, (0, 8, 8), (7, 9, 11)):
+        seal(path, counters(began, step - began), step=step)
+    assert [snapshot.step for snapshot in combine.together(paths)] == [9, 11]
+    assert [snapshot.step for snapshot in combine.together(paths[:2])] == [9]
+    seal(paths[0], step=7)
+    with pytest.raises(ConfigError, match="step_00000007 holds no averages by width"):
+        combine.together(paths)
+
+
+def test_shapes(tmp_path):
+    """Oracle: the message: which weight differs, or lies on one side only, with the shapes of both; none where equal."""
+    contents.require_same_shapes(tmp_path, "net", {"a": (2, 3)}, {"a": (2, 3)})
+    for saved, words in (({"a": (3, 2)}, r"a is \(3, 2\) there and \(2, 3\) here"), ({}, r"a is absent there and \(2, 3\)"),
+                         ({"a": (2, 3), "b": (1,)}, r"b is \(1,\) there and absent here")):
+        with pytest.raises(ConfigError, match=f"does not fit this net: {words}"):
+            contents.require_same_shapes(tmp_path, "net", saved, {"a": (2, 3)})

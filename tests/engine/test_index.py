@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from dstrain.engine import streams
-from dstrain.engine.fragment_files import Fragment, Index, damaged, shard_name
+from dstrain.engine.fragment_files import RECONSTRUCTED, Fragment, Index, damaged, reconstructed, shard_name
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.streams import Entry, Span, Stored, read_header, render_header, split
 from dstrain.recipe import ConfigError
@@ -56,6 +56,26 @@ def test_gaps(tmp_path):
         with pytest.raises(ConfigError, match=rf"net: elements {gap} of master/w \(3, 4\) are in no shard of"):
             index.spans("master", "w", start, end)
     assert len(index.spans("master", "w", 2, 4)) == 1
+
+
+def test_a_file_that_ends_within_a_span(tmp_path):
+    """Oracle: the bytes by hand, and the message where there are fewer than the span has."""
+    (tmp_path / "file").write_bytes(b"abcdef")
+    into = memoryview(bytearray(3))
+    with streams.Files() as files:
+        files.read(Span(tmp_path / "file", 2, 3), into)
+        assert bytes(into) == b"cde"
+        with pytest.raises(ConfigError, match="file ends early: it is truncated"):
+            files.read(Span(tmp_path / "file", 4, 3), into)
+
+
+def test_averages_made_afterwards(tmp_path):
+    """Oracle: the folders by hand: of the step asked for, else the newest; other names are none, other widths others."""
+    for name in ("step_00000009", "step_00000010", "step_x"):
+        (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
+    at = lambda step, width=0.1: reconstructed(tmp_path, width, step, None)
+    assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
+    assert at(8) is None and at(None, 0.2) is None
 
 
 def test_kinds_and_names(tmp_path):

@@ -169,6 +169,8 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     assert (engines.masters["a"].updates, engines.masters["b"].updates) == (4, 2)
     assert engines.skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
+    step(engines, "b", math.nan)
+    assert engines.masters["b"].skipped == 3                  # the latest step is counted where it is asked for
     engines.masters["a"].skipped = 5
     assert engines.skipped() == 5
 

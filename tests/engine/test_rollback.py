@@ -212,7 +212,7 @@ def test_live_engines_go_back_exactly(tmp_path):
     launch("tests/engine/check_rollback.py", tmp_path, num=1, timeout=1500)
     figures = {name: place for world in (1, 2) for name, place in
                json.loads((tmp_path / f"figures-{world}.json").read_text()).items()}
-    assert len(figures) == 8 + 5 + 8 + 2
+    assert len(figures) == 4 + 5 + 4 + 2
     for name, place in figures.items():
         assert place["skipped"] and place["losses"] and place["applied"] and place["count"] == 0, name
         assert place["begun"] == place["differ"] == [], name

@@ -19,7 +19,7 @@ from dstrain.engine.updates import Late
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.maskgit import Pending
 from tests.launch.kit_cases import CASES
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, environment, here
 
 # One of each function of the kit, the cheapest: see test_every_function_is_tried.
 TRIED = ("dvae fp32", "dvae waits", "DiT-XL/2 B=256 dstrain stock", "update at stage 1", "stall")
@@ -130,30 +130,27 @@ def test_published_recipes_stand_without_data(name, dry):
         assert jobs.settings(run, stage, "bf16")["zero_optimization"]["stage"] == stage
 
 
-def test_without_a_gpu(tmp_path):
+@pytest.fixture
+def kit_says(monkeypatch, capsys):
+    """kit_says(*words): exit code, output and errors of launch/gpu.py."""
+    return lambda *words: here("gpu.py", words, monkeypatch, capsys)
+
+
+def test_without_a_gpu(kit_says, tmp_path):
     """Oracle: launch/gpu.md: code 2 and the remedy; --list starts nothing."""
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")
-    script = ROOT / "launch/gpu.py"
-    done = subprocess.run([sys.executable, script, "--part", "3", "--out", tmp_path / "out"], env=environment(),
-                          text=True, capture_output=True, timeout=300)
-    assert done.returncode == 2 and "--dry-run" in done.stderr and not (tmp_path / "out").exists()
+    code, _, errors = kit_says("--part", "3", "--out", tmp_path / "out")
+    assert code == 2 and "--dry-run" in errors and not (tmp_path / "out").exists()
 
 
-def kit_says(*words: object) -> tuple[int, str]:
-    """Exit code, and all that launch/gpu.py prints."""
-    done = subprocess.run([sys.executable, ROOT / "launch/gpu.py", *map(str, words)], env=environment(), text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-    return done.returncode, done.stdout
-
-
-def test_names_of_cases(tmp_path):
+def test_names_of_cases(kit_says, tmp_path):
     """Oracle: launch/gpu.md: a name that no case has ends with 2, beside the nearest names; --list keeps to a part."""
-    code, text = kit_says("--dry-run", "--only", "stall,mvae fp32", "--out", tmp_path / "out")
+    code, _, text = kit_says("--dry-run", "--only", "stall,mvae fp32", "--out", tmp_path / "out")
     assert code == 2 and "--only mvae fp32: no case" in text and not (tmp_path / "out").exists()
     assert text.splitlines()[1].strip() == "vae fp32"
     assert len(text.splitlines()) == 1 + len(cases.cases())
-    code, text = kit_says("--list", "--part", 4)
+    code, text, _ = kit_says("--list", "--part", 4)
     (case,) = [case for case in cases.cases() if case.part == 4]
     assert (code, text.splitlines()) == (0, [f"part 4: {cases.TITLES[4]}", f"    {case.name}"])
 
@@ -197,9 +194,8 @@ def test_a_refused_choice_is_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words, problem", [(("--batch", "0"), "--batch: '0' is not a whole number above 0"),
                                             (("dit-small", "dit-smal"), "RECIPE dit-smal: there is no such name")])
-def test_wrong_words_for_recomputation(words, problem):
+def test_wrong_words_for_recomputation(words, problem, monkeypatch, capsys):
     """Oracle: exit code 2 and the argument's own name, before the table begins."""
-    done = subprocess.run([sys.executable, ROOT / "launch/bench_recompute.py", *words], env=environment(), text=True,
-                          capture_output=True, timeout=300)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert problem in done.stderr and "Traceback" not in done.stderr
+    code, output, errors = here("bench_recompute.py", words, monkeypatch, capsys)
+    assert (code, output) == (2, "")
+    assert problem in errors and "Traceback" not in errors

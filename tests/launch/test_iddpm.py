@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])        # 3: test_resume.py
 def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages.
 
@@ -95,11 +95,11 @@ def test_one_rank_meets_the_same(undisturbed, tmp_path):
 
 
 def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
-    """Oracle: the history and weights of the run that saved: 2 ranks of stage 3 go on as 1 rank of stage 1."""
+    """Oracle: the history of an undisturbed run at stage 2: 2 ranks of stage 3 go on as 1 rank of stage 1."""
     folder = tmp_path / "moved"
     finish(train(folder, 3, "steps=40", recipe=RECIPE))
     finish(train(folder, 1, "steps=60", recipe=RECIPE, num=1))
-    (_, state), (_, expected) = history(folder), history(undisturbed(3))
+    (_, state), (_, expected) = history(folder), history(undisturbed(2))
     assert torch.equal(state["seen"], expected["seen"])
     torch.testing.assert_close(state["history"], expected["history"], rtol=1e-2, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Two networks that learn in turns: started on 2 ranks, resumed on 1, and by the `deepspeed` command on 4."""
+"""Two networks that learn in turns: started on 2 ranks, resumed on 1 and on 4."""
 
 import shutil
 
@@ -17,7 +17,7 @@ WORDS = ["model.kl.discriminator={start: 12, n_layers: 1, base_channels: 8}", "s
 
 def test_two_networks_move(tmp_path):
     """Oracle: losses and final average of an uninterrupted run on 2 ranks at ZeRO-2. The same command resumes from step
-    10 at ZeRO-3 on other numbers of ranks, 4 of them as --num_gpus.
+    10 at ZeRO-3 on other numbers of ranks.
     """
     whole = tmp_path / "whole"
     assert "complete: 16 steps" in finish(train(whole, 2, *WORDS, recipe=RECIPE))
@@ -27,7 +27,7 @@ def test_two_networks_move(tmp_path):
         moved = tmp_path / f"on{num}"
         shutil.copytree(whole, moved)
         shutil.rmtree(moved / "checkpoints" / "step_00000016")
-        assert "complete: 16 steps" in finish(train(moved, 3, *WORDS, recipe=RECIPE, num=num, launcher=num == 4))
+        assert "complete: 16 steps" in finish(train(moved, 3, *WORDS, recipe=RECIPE, num=num))
         resumed = metrics(moved)
         assert [line["step"] for line in resumed] == [line["step"] for line in expected] == list(range(1, 17))
         assert resumed[:10] == expected[:10]

@@ -66,7 +66,7 @@ def test_sigterm_to_the_launcher(undisturbed):
     assert "stopped at step" in log and "the same command goes on" in log
     at = int((stopped / "saved").read_text())
     assert 20 <= at < STEPS and f"stopped at step {at} " in log
-    finish(train(stopped, 2, launcher=True))
+    finish(train(stopped, 2))                        # by the launcher again: test_iddpm.py
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.support.forks import Child, child
 from tests.support.launch import environment, free_port, wait_for
 
 # A rank under run_main, which waits for the others as in the start of training, or does nothing of the kind.
@@ -38,16 +37,15 @@ def rank(tmp_path, monkeypatch):
                          TMPDIR=str(tmp_path / "temporary"))
     started = []
 
-    def start(number: int, *words: object) -> subprocess.Popen:
-        started.append(subprocess.Popen([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
-                                        env={**shared, "RANK": str(number), "LOCAL_RANK": str(number)}, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    def start(number: int, *words: object) -> Child:
+        started.append(child([str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                             {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}, tmp_path / "output"))
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def test_a_rank_killed_before_they_meet_ends_the_others(rank, tmp_path):
@@ -57,8 +55,8 @@ def test_a_rank_killed_before_they_meet_ends_the_others(rank, tmp_path):
     wait_for(tmp_path / "0")
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    output, _ = survivor.communicate(timeout=120)
-    assert survivor.returncode == 1, output
+    code, output = survivor.wait(120), (tmp_path / "output").read_text()
+    assert code == 1, output
     assert f"error: rank 1 (process {killed.pid})" in output and "has ended, and rank 0 ends, too" in output
 
 
@@ -71,8 +69,7 @@ def test_a_rank_that_ends_as_it_should_ends_nobody(rank, tmp_path, code, survive
     if survives:
         time.sleep(6)                                            # three times what it has to end by itself
         (tmp_path / "go").touch()
-    output, _ = other.communicate(timeout=120)
-    assert other.returncode == (0 if survives else 1), output
+    assert other.wait(120) == (0 if survives else 1), (tmp_path / "output").read_text()
 
 
 def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
@@ -88,7 +85,7 @@ def test_an_earlier_launch_is_no_sibling(rank, tmp_path):
     wait_for(tmp_path / "0")
     time.sleep(6)
     (tmp_path / "go").touch()
-    assert later.wait(120) == 0, later.communicate()[0]
+    assert later.wait(120) == 0, (tmp_path / "output").read_text()
 
 
 def test_a_wrong_command_beside_a_run_ends_nobody(rank, tmp_path):
@@ -101,4 +98,4 @@ def test_a_wrong_command_beside_a_run_ends_nobody(rank, tmp_path):
     assert [process.wait(120) for process in wrong] == [2, 2]
     time.sleep(6)
     (tmp_path / "go").touch()
-    assert [process.wait(120) for process in ranks] == [0, 0], [process.communicate()[0] for process in ranks]
+    assert [process.wait(120) for process in ranks] == [0, 0], (tmp_path / "output").read_text()

@@ -3,12 +3,12 @@
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.support.forks import Child, child
 from tests.support.launch import environment, free_port, wait_for
 
 # A rank. Its steps take some milliseconds; from step 30 on, what the test asks for happens in one of them.
@@ -21,8 +21,9 @@ from dstrain.ranks.presence import presence
 from dstrain.ranks.watchdog import Watchdog
 folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 presence().announce()
-def hang(seconds):
-    time.sleep(seconds)
+def hang():
+    time.sleep(600)
+    yield
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
     dist.init_process_group("gloo")
     watchdog.talk()
@@ -33,11 +34,11 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
         if step == 40 and group.rank() == at_fault:
             (folder / "reached").touch()
             if fault == "sleep":
-                hang(600)
+                next(watchdog.each(hang(), step, "step"))      # as where a loader gives no batch
             if fault == "frozen":
                 ctypes.PyDLL(None).sleep(600)                # holds the interpreter's lock
             if fault == "slow":
-                hang(float(sys.argv[5]))
+                time.sleep(float(sys.argv[5]))
         if fault == "slow":
             watchdog.at(step)
         group.agree(False)
@@ -57,24 +58,23 @@ def ranks(tmp_path):
     (tmp_path / "run.yaml").touch()
     started = []
 
-    def start(world: int, *words: object) -> list[subprocess.Popen]:
+    def start(world: int, *words: object) -> list[Child]:
         shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(world):
-            line = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)]
-            started.append(subprocess.Popen(line, env=environment(RANK=str(rank), **shared), text=True,
-                                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            started.append(child([str(tmp_path / "rank.py"), str(tmp_path), *map(str, words)],
+                                 environment(RANK=str(rank), **shared), tmp_path / f"output{rank}"))
         return started
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
-def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+def ends(processes: list[Child], folder: Path) -> tuple[list[int], list[str]]:
     """Exit codes and output of all ranks."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    return [process.returncode for process in processes], outputs
+    return ([process.wait(120) for process in processes],
+            [(folder / f"output{rank}").read_text() for rank in range(len(processes))])
 
 
 @pytest.mark.parametrize("at_fault", [0, 2])
@@ -86,7 +86,7 @@ def test_a_suspended_rank_is_named_and_ended(ranks, tmp_path, at_fault):
     processes = ranks(4, "none", at_fault, 6)
     wait_for(tmp_path / "reached")
     processes[at_fault].send_signal(signal.SIGSTOP)
-    codes, outputs = ends(processes)
+    codes, outputs = ends(processes, tmp_path)
     others = [rank for rank in range(4) if rank != at_fault]
     assert [codes[rank] for rank in others] == [4] * 3 and codes[at_fault] == -signal.SIGKILL, outputs
     name = f"rank {at_fault} on {socket.gethostname()} (process {processes[at_fault].pid}) is stopped, by SIGSTOP"
@@ -98,12 +98,12 @@ def test_a_suspended_rank_is_named_and_ended(ranks, tmp_path, at_fault):
 
 
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
-    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and the line where it sleeps."""
+    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and dstrain's line that waits."""
     processes = ranks(3, "sleep", 1, 4)
-    codes, outputs = ends(processes)
+    codes, outputs = ends(processes, tmp_path)
     assert codes == [4, 4, 4], outputs
-    name = (rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at rank.py:\d+ "
-            r"\(<module>\), and the others wait for it")
+    name = (rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
+            r"\(each\), and the others wait for it")
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
 
@@ -111,15 +111,15 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
 def test_a_frozen_rank_is_named_and_ended(ranks, tmp_path):
     """Oracle: a rank in a C call that lets none of its threads run: its peer names it, has it write, and ends it."""
     processes = ranks(2, "frozen", 1, 4)
-    codes, (output, frozen) = ends(processes)
+    codes, (output, frozen) = ends(processes, tmp_path)
     assert codes == [4, -signal.SIGKILL], output + frozen
     assert f"rank 1 on {socket.gethostname()} (process {processes[1].pid}) does not answer" in output
     assert "most recent call first" in frozen and "rank.py" in frozen
 
 
-def test_a_slow_phase_of_one_rank_is_waited_for(ranks):
+def test_a_slow_phase_of_one_rank_is_waited_for(ranks, tmp_path):
     """Oracle: completion: one rank takes twice the limit of a step in a phase of its own, and the others wait."""
-    codes, outputs = ends(ranks(3, "slow", 0, 4, 9))
+    codes, outputs = ends(ranks(3, "slow", 0, 4, 9), tmp_path)
     assert codes == [0, 0, 0] and all(output == "complete\n" for output in outputs), outputs
 
 
@@ -132,7 +132,7 @@ def test_a_suspended_run_goes_on(ranks, tmp_path):
     time.sleep(9)
     for process in processes:
         process.send_signal(signal.SIGCONT)
-    codes, outputs = ends(processes)
+    codes, outputs = ends(processes, tmp_path)
     assert codes == [0, 0], outputs
 
 
@@ -144,7 +144,7 @@ def test_stacks_on_request(ranks, tmp_path):
     time.sleep(1)
     assert processes[0].poll() is None
     processes[0].kill()
-    _, (output,) = ends(processes)
+    _, (output,) = ends(processes, tmp_path)
     assert "most recent call first" in output and "in _watch" in output and "rank.py" in output
 
 

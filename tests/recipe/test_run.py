@@ -157,6 +157,12 @@ def test_did_you_mean(typed, meant):
         recipe.load(None, [f"{typed}=1"])
 
 
+def test_weights_of_some_sources_only(tmp_path):
+    """Oracle: the message names the source that has a weight."""
+    with pytest.raises(ConfigError, match="data.mixture: /a/plain has a weight, and others have none"):
+        recipe.load(None, ["data.mixture=[{path: /a/other}, {path: /a/plain, weight: 2}]"])
+
+
 def test_differences_and_what_a_resumed_run_may_change():
     """Oracle: the list in design section 2: entries that determine the numbers are fixed, others are free."""
     old = recipe.load(None, ["model.depth=2"])

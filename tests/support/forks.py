@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import gc
 import json
+import math
 import os
 import runpy
 import select
@@ -22,7 +23,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -155,7 +158,7 @@ def guard(order: dict, log: int, news: int) -> NoReturn:
 
 
 class Child:
-    """The part of subprocess.Popen's interface that spawn.watch uses, for a forked child."""
+    """The part of subprocess.Popen's interface that spawn.watch and tests use, for a forked child."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None
@@ -166,9 +169,47 @@ class Child:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def kill(self) -> None:
+    def wait(self, timeout: float = math.inf) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([], timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def child(words: list[str], environment: dict[str, str], log: Path) -> "Child | subprocess.Popen":
+    """A script with its arguments as a child of this very process, for tests of ranks that know each other by their
+    parent; it writes to the end of `log`. A fresh process where torch sees a GPU.
+    """
+    import torch
+    if torch.cuda.is_available():
+        with open(log, "ab") as file:
+            return subprocess.Popen([sys.executable, *words], env=environment, stdout=file, stderr=subprocess.STDOUT)
+    pid = os.fork()
+    if pid:
+        return Child(pid)
+    try:
+        atexit._clear()                                     # what this process does at its end is not the child's to do
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None                             # is read from the environment again
+        for name in [name for name in sys.modules if name.partition(".")[0] == "dstrain"]:
+            del sys.modules[name]                           # modules that hold what belongs to one process
+        become(words)
+    finally:
+        os._exit(1)
 
 
 def become(words: list[str]) -> NoReturn:
