@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from dstrain import __version__, rng
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
@@ -36,6 +35,7 @@ from dstrain.disk import atomic
 from dstrain.disk.sealed import render
 from dstrain.encoders.precision import computing
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import folders
 from dstrain.runs.first_stage import Encoder, FirstStage
@@ -162,8 +162,7 @@ def _make(options: EncodeOptions, encoder: Encoder, source: Source, numbers: ran
             for number in mine for start in range(number * size, min((number + 1) * size, total), options.batch))
     records, parts, shard_bad, bad_files = {}, [], set(), set()
     unit = "clip" if "num_frames" in encoding else "image"
-    with tqdm(total=own, initial=own - _samples(encoding, missing), unit=unit,
-              disable=None if group.rank() == 0 else True) as bar:
+    with Bar("encoding", total=own, initial=own - _samples(encoding, missing), unit=unit) as bar:
         for number, rows, batch, bad in _read(source, jobs, encoding):
             parts.append(encoder.arrays(batch))
             shard_bad |= bad

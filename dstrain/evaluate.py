@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from dstrain import __version__, systems
 from dstrain.data.batches import held_out
@@ -33,6 +32,7 @@ from dstrain.drawing.sampling import Means
 from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.engine.manifest import manifest
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
 from dstrain.systems.base import System
@@ -111,7 +111,7 @@ def measure(system: System, networks: dict[str, nn.Module], source: Source, *, b
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))                  # as little filling as can be
     means = Means()
-    with tqdm(total=rounds, unit="step", desc=f"{len(source)} samples", disable=None if show else True) as bar:
+    with Bar("measuring", show=show, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
         batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _watched(bar: tqdm, rounds: int) -> Any:
+def _watched(bar: Bar, rounds: int) -> Any:
     """A System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
     def steps_of(steps: Iterable[int]) -> Iterator[int]:
         steps = list(steps)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from dstrain import rng, systems
 from dstrain.data.embeddings import encoder_of
@@ -25,6 +24,7 @@ from dstrain.drawing.sampling import class_columns, draw, draw_all
 from dstrain.drawing.scenes import Length, frames_of_scenes, go_on, length, read_prime
 from dstrain.encoders.precision import Precision, computing, dtype_of, require
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
 from dstrain.systems.base import CHOICES, Request, System
@@ -123,7 +123,7 @@ def _guidance_scale(options: GenerateOptions, run: Run) -> float:
 
 def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: Request, captions: list[str] | None,
            scenes: list[dict[str, Tensor]], clip: Length | None) -> None:
-    with tqdm(total=options.num, unit="sample", disable=None if group.rank() == 0 else True) as bar:
+    with Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _rounds(runs, options, request, scenes, clip)
         numbers, samples = next(rounds)                           # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
 
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data import packing
@@ -34,6 +33,7 @@ from dstrain.data.sources import holds_videos, index_of
 from dstrain.data.storage import require_regular, storage_fails, with_retries
 from dstrain.disk import atomic, sealed, small
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Data, NotRead, write_errors
 
 _SAMPLED = 1000                            # files whose sizes say how many samples a shard of --shard-bytes has
@@ -173,8 +173,7 @@ def _make(options: PackOptions, plan: dict[str, Any], layout: Layout, index: Ind
     write = _write_shard if plan["format"] == "shards" else _write_tar
     records = {}
     done = total - sum(min(size, total - number * size) for number in missing)
-    with tqdm(total=total, initial=done, unit=f" {plan['noun']}", unit_scale=True,
-              disable=None if group.rank() == 0 else True) as bar:
+    with Bar("packing", total=total, initial=done, unit=f" {plan['noun']}", unit_scale=True) as bar:
         for number in mine:
             here, before = min(size, total - number * size), len(bad)
             path = _shard(options.out, plan["format"], number)

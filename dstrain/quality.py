@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from dstrain import __version__, systems
 from dstrain.data.built_in import built_in
@@ -31,6 +30,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.images import Batch, Images, Sourced, open_set
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
 from dstrain.systems.base import CHOICES, System
@@ -230,7 +230,7 @@ def _reference(options: QualityOptions, run: Run | None,
 def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,
                compared: bool = False) -> dict[str, Statistics]:
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
-    with tqdm(total=len(images), unit="image", desc=share, disable=None if group.rank() == 0 else True) as bar:
+    with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
         return table.collect(images, networks, options.batch, options.kept, compared,
                              lambda number: bar.update(min(number * group.world(), bar.total - bar.n)))
 

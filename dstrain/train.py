@@ -76,7 +76,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             finish(training, done)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
             watchdog.lost(error)
-            training.tracker.note(group.fall(error))
+            training.tracker.fell(group.fall(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()

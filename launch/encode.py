@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Encodes a data set with a trained first stage: latents or token ids as shards, which data.path=DIR then trains on.
@@ -93,13 +95,13 @@ def _options(argv: list[str] | None = None):
         return _pairs(words, parser)
     del words["image_encoder"], words["text_encodings"]
     if (words["run"] is None) == (words["first_stage"] is None) and words["from_latents"] is None:
-        raise cli.ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
+        raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
     if words["out"] is None:
-        raise cli.ConfigError("name the folder to write into: --out DIR")
+        raise ConfigError("name the folder to write into: --out DIR")
     given = words["ema"] is not None or words["raw"] or words["step"] is not None
     if words["first_stage"] is not None and given:
-        raise cli.ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
-                              "--first-stage")
+        raise ConfigError("--ema, --raw and --checkpoint choose among a run's weights; leave them out with "
+                          "--first-stage")
     from dstrain.encode import EncodeOptions
     return EncodeOptions(**words)
 
@@ -110,13 +112,13 @@ def _pairs(words: dict, parser: argparse.ArgumentParser):
     kept = {name: words.pop(name) for name in ("out", "data", "batch", "dtype", "shard_size", "max_bad_fraction")}
     for name in ("out", "data"):
         if kept[name] is None:
-            raise cli.ConfigError(f"embedding pairs need --{name}: --help shows how")
+            raise ConfigError(f"embedding pairs need --{name}: --help shows how")
     for name in ("image_encoder", "text_encoder"):
         if embeds[name] is None:
-            raise cli.ConfigError(f"embedding pairs need both towers: give --{name.replace('_', '-')}, too")
+            raise ConfigError(f"embedding pairs need both towers: give --{name.replace('_', '-')}, too")
     other = [name for name, value in words.items() if value != parser.get_default(name)]
     if other:
-        raise cli.ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
+        raise ConfigError(f"{', '.join(other)}: not for embedding pairs; leave it out")
     from dstrain.caches.embeddings import EmbedOptions
     return EmbedOptions(**kept, **embeds)
 
@@ -151,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot. With --metrics it
@@ -77,12 +79,12 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--seed", type=arguments.count)
     words = parser.words(argv)
     if words["folder"] is None and words["images"] is None:
-        raise cli.ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
+        raise ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
     metrics = {name: value for name in _OF_METRICS if (value := words.pop(name)) is not None}
     if words["metrics"] is not None:
         return _of_metrics(words, metrics)
     if metrics:
-        raise cli.ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
+        raise ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
     from dstrain.evaluate import EvaluateOptions
     del words["metrics"]
     return EvaluateOptions(**words)
@@ -90,12 +92,12 @@ def _options(argv: list[str] | None = None):
 
 def _of_metrics(words: dict, metrics: dict):
     if words.pop("data") is not None:
-        raise cli.ConfigError("--data is for bits/dim: with --metrics, name other images as --reference")
+        raise ConfigError("--data is for bits/dim: with --metrics, name other images as --reference")
     if (words["folder"] is None) == ("images" not in metrics):
-        raise cli.ConfigError("--metrics measures what a run draws or --images A: name one of the two")
+        raise ConfigError("--metrics measures what a run draws or --images A: name one of the two")
     if "against" in metrics:
         if "reference" in metrics or "images" not in metrics:
-            raise cli.ConfigError("--against B goes with --images A, and is another word for --reference: give one")
+            raise ConfigError("--against B goes with --images A, and is another word for --reference: give one")
         metrics["reference"] = metrics.pop("against")
     _refuse_unused(words | metrics)
     metrics["features"] = tuple(metrics.get("features", ()))
@@ -111,9 +113,9 @@ def _refuse_unused(words: dict) -> None:
         for name in unused if words.get(present) is not None else ():
             if (value := words.get(name)) is not None and value is not False:
                 option, other = _TYPED.get(name, name.replace("_", "-")), present.replace("_", "-")
-                raise cli.ConfigError(f"--{option} changes nothing beside --{other}: leave it out")
+                raise ConfigError(f"--{option} changes nothing beside --{other}: leave it out")
     if words["precision"] != "fp32" and (words.get("images") or words.get("write_reference")):
-        raise cli.ConfigError(f"--precision {words['precision']} is of a run that draws: leave it out")
+        raise ConfigError(f"--precision {words['precision']} is of a run that draws: leave it out")
 
 
 def main() -> None:
@@ -135,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

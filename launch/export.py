@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Writes a trained run as a folder that others load, and compares it with the trained network.
@@ -40,7 +42,7 @@ def _options(argv: list[str] | None = None):
     words = parser.words(argv)
     for name, option in (("run", "the folder of a run"), ("out", "the folder to write: --out DIR")):
         if words[name] is None:
-            raise cli.ConfigError(f"name {option}; --help shows how")
+            raise ConfigError(f"name {option}; --help shows how")
     from dstrain.export import ExportOptions
     return ExportOptions(**words)
 
@@ -56,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Draws from a trained run: PNGs (videos: GIF and MP4) in DIR/samples, beside it a grid and an ADM-style .npz (embeddings:
@@ -86,7 +88,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--fps", type=arguments.positive, default=10)
     words = parser.words(argv)
     if words["folder"] is None:
-        raise cli.ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
+        raise ConfigError("name the folder of a run, for example: launch/generate.py runs/dit-small")
     from dstrain.generate import GenerateOptions
     return GenerateOptions(**words | {"then": tuple(words["then"])})
 
@@ -105,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

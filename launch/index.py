@@ -3,7 +3,9 @@
 import json
 import os
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Lists data once and for all, and says what they hold: samples, classes, captions, sizes, broken files. Every command on
@@ -36,7 +38,7 @@ def _options(argv: list[str] | None = None):
     words = parser.values(parser.parse_intermixed_args(argv))
     data, *overrides = words["words"] or [None]
     if data is None or "=" in data and data.startswith("data."):
-        raise cli.ConfigError("name the data: python launch/index.py DATA; --help shows how")
+        raise ConfigError("name the data: python launch/index.py DATA; --help shows how")
     from dstrain.index_data import IndexOptions
     from dstrain.recipe import load
     section = load(None, overrides).data.model_copy(update={"path": os.path.expanduser(data)})
@@ -53,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

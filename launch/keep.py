@@ -44,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    cli.run_main(main, speaks=False)                 # the command that it starts does

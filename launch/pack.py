@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Writes data of any form as shards, which data.path=SHARDS then trains on: few large files instead of many small ones.
@@ -45,10 +47,10 @@ def _options(argv: list[str] | None = None):
     words = parser.values(parser.parse_intermixed_args(argv))
     path, *overrides = words.pop("words") or [None]
     if path is None or words["out"] is None:
-        raise cli.ConfigError(f"name {'the data' if path is None else 'the folder to write: --out SHARDS'}; --help "
-                              "shows how")
+        raise ConfigError(f"name {'the data' if path is None else 'the folder to write: --out SHARDS'}; --help "
+                          "shows how")
     if wrong := [override for override in overrides if not override.startswith("data.")]:
-        raise cli.ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
+        raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
     from dstrain.pack import PackOptions
     from dstrain.recipe import load
     return PackOptions(load(None, [*overrides, f"data.path={os.path.expanduser(path)}"]).data, **words)
@@ -72,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

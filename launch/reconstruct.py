@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Makes averages (EMAs) of a length that is chosen when training is over, from a run's snapshots.
@@ -42,10 +44,10 @@ def _options(argv: list[str] | None = None):
     words = parser.words(argv)
     for name, option in (("folder", "the folder of a run"), ("widths", "the widths to make: --ema 0.05,0.10")):
         if words[name] is None and not (name == "widths" and words["sweep"]):
-            raise cli.ConfigError(f"name {option}; --help shows how")
+            raise ConfigError(f"name {option}; --help shows how")
     for name, of in (("num_samples", "sweep"), ("metric", "sweep"), ("features", "metric"), ("reference", "metric")):
         if words[name.removesuffix("_samples")] and not words[of]:
-            raise cli.ConfigError(f"--{name.replace('_', '-')} is of --{of}: give it, too, or leave both out")
+            raise ConfigError(f"--{name.replace('_', '-')} is of --{of}: give it, too, or leave both out")
     return words
 
 
@@ -75,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

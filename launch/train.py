@@ -1,22 +1,15 @@
 """Trains a system from a recipe: deepspeed launch/train.py [--recipe FILE] [--ds_config FILE] [key=value ...]"""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from dstrain.command.ending import run_main        # not cli, which imports torch: the first line comes before that
-from dstrain.ranks.phases import greeting, phases
+from dstrain.ranks.phases import greeting, phases          # and nothing else: the first line comes before other imports
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}      # these print what they are asked for, and nothing else
 
 
 def main() -> None:
-    with phases():
-        if not _BRIEF.intersection(sys.argv):
-            phases().say(greeting())
-        _main()
-
-
-def _main() -> None:
     phases().at("importing torch")
     from dstrain.command import cli
     options = cli.train_arguments(root=Path(__file__).resolve().parents[1])
@@ -27,11 +20,15 @@ def _main() -> None:
     elif options.dry_run:
         print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
-        phases().say(cli.headline(job))
+        phases().say(cli.headline(job), *filter(None, [job.memory]))
         phases().at("importing what trains")
         from dstrain.train import train
         raise SystemExit(train(job.run, job.settings, options))
 
 
 if __name__ == "__main__":
+    if not _BRIEF.intersection(sys.argv):
+        with suppress(ValueError):                          # of the launcher's variables, which run_main reports
+            phases().say(greeting())
+    from dstrain.command.ending import run_main
     run_main(main)

@@ -52,6 +52,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:                                       # imports of dstrain stand within, so that Ctrl-C always ends quietly
         from dstrain.command.ending import run_main      # not cli, which imports torch: that takes seconds
-        run_main(main)
+        run_main(main, speaks=False)                     # --follow waits in silence
     except KeyboardInterrupt:
         raise SystemExit(130) from None

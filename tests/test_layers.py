@@ -32,7 +32,7 @@ RULES = {
     "costs": (*GROUND, "engine", "data", "systems", "systems.base", "track.flops", "bench.sides", "train"),
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
-    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics"),
+    "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics", "track.machine"),
     "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
     "costs": (*GROUND, "engine", "systems", "systems.base", "track", "train", "bench"),            # counts that step
 }

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data.captioned import open_captioned
@@ -31,6 +30,7 @@ from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, captions_of
 from dstrain.ranks import group
+from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, reworded, write_errors
 from dstrain.runs.folders import same_data
 
@@ -144,7 +144,7 @@ def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: li
     """Embeds this rank's share of the missing shards; the note of each."""
     notes, num_bad = {}, 0
     mine, total = missing[group.rank()::group.world()], len(source)
-    with tqdm(total=len(mine) * options.shard_size, unit="pair", disable=None if group.rank() == 0 else True) as bar:
+    with Bar("encoding", total=len(mine) * options.shard_size, unit="pair") as bar:
         for number in mine:
             _note_path(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []

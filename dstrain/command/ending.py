@@ -3,25 +3,29 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 from dstrain.ranks import endings
+from dstrain.ranks.phases import phases
 from dstrain.ranks.place import Place, place
 from dstrain.ranks.presence import presence
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     """Runs a script's main. A ConfigError, which a user can mend, becomes one message on stderr, and exit code 2.
 
     Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
-    rank that has lost the others ends at once.
+    rank that has lost the others ends at once. speaks: wherever it is silent for long, a line on stderr says what it is
+    at, see ranks/phases.py.
     """
     try:
         if _place().world > 1:
             presence().announce()
-        _run_main(main)
+        with phases() if speaks else nullcontext():
+            _run_main(main)
     except SystemExit as ended:
         _note(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
         if group := _group():

@@ -18,6 +18,7 @@ from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Data, Run, as_text
 from dstrain.runs import folders
 from dstrain.systems.base import System
+from dstrain.track.machine import free
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Job:
     run: Run
     settings: dict[str, Any]                 # for deepspeed.initialize
     remarks: list[str]                       # worth printing once
+    memory: str = ""                         # what a rank will keep, and what is free now; on rank 0
 
 
 def prepare(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
@@ -50,6 +52,7 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
     problems += _path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
+    memory = ""
     with _collecting(problems):
         before = {} if options.from_scratch else folders.settings_before(run.directory)
         resolved = settings.resolve(options.ds_config, run, world, device_type, before)
@@ -57,10 +60,11 @@ def prepare(options: JobOptions, world: int | None = None, device_type: str | No
         problems += systems.config(run.system, run.model).conflicts_at(settings.stage(resolved))
     if not problems and group.place().rank == 0:
         with _collecting(problems):
-            remarks += _check_data_and_folder(run, options, resolved, world)
+            checked_remarks, memory = _check_data_and_folder(run, options, resolved, world)
+            remarks += checked_remarks
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks)
+    return Job(run, resolved, settings.remarks(resolved, device_type) + remarks, memory)
 
 
 def checked(run: Run) -> tuple[Run, list[str]]:
@@ -169,12 +173,14 @@ def _folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, Any], world: int) -> list[str]:
+def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, Any],
+                           world: int) -> tuple[list[str], str]:
     """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
 
-    Returns remarks that are worth printing. ConfigError: the first problem.
+    Returns remarks that are worth printing, and a line about memory. ConfigError: the first problem.
     """
     from dstrain.command.probe import probe
+    from dstrain.costs.states import keeps
     from dstrain.data.labels import require_classes
     from dstrain.data.sources import described, is_embeddings, open_sources
     from dstrain.metrics.during import checked_quality
@@ -201,13 +207,16 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     _check_profile(run, options)
     folders.check(run, system.fingerprint(source), options)
     if options.print_config:
-        return remarks
+        return remarks, ""
     phases().at("trying two samples")
     remarks += probe(run, system, source)
     if options.dry_run:
         from dstrain.costs.estimate import brief
-        remarks.append(brief(run, system, resolved, world))
-    return remarks
+        return [*remarks, brief(run, system, resolved, world)], ""
+    try:
+        return remarks, f"{keeps(run, system, resolved, world)}; {free()}"
+    except (RuntimeError, TypeError, ValueError):        # as probe.py meets them on the meta device
+        return remarks, ""
 
 
 def _check_step(run: Run, options: JobOptions) -> None:

@@ -15,6 +15,7 @@ from dstrain.costs.count import count
 from dstrain.costs.counts import Layout
 from dstrain.costs.estimate import CONTEXT, Estimate
 from dstrain.engine.settings import resolve, stage as stage_of
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 
 RECOMPUTE = ("none", "attention", "all")             # from the most memory to the least
@@ -35,8 +36,9 @@ class Case:
         """ConfigError: the JSON does not suit the recipe or this number of ranks."""
         settings = resolve(self.ds_config, self.run, self.layout.world, "cuda")
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
-        print(f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute} ...", file=sys.stderr,
-              flush=True)
+        work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"
+        print(f"{work} ...", file=sys.stderr, flush=True)
+        phases().at(work)
         return Estimate(self.run, settings, self.layout, self.chip, count(self.run, settings, self.layout))
 
     def changed(self, *, micro: int | None = None, recompute: str | None = None, stage: int | None = None,

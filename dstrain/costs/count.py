@@ -12,11 +12,16 @@ compiled one keeps less. Not counted: what the driver, the libraries and torch's
 import functools
 import multiprocessing
 import os
+import signal
+import threading
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from dstrain.costs.counts import Counts, Layout
 from dstrain.recipe import Run
+
+T = TypeVar("T")
 
 
 def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
@@ -28,7 +33,19 @@ def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cud
     counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
     """
     from dstrain.costs.rank import count_here
-    return _worker().submit(count_here, run, settings, layout, device).result()
+    return in_worker(count_here, run, settings, layout, device)
+
+
+def in_worker(work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in the process that counts. Ctrl-C ends that process, too: a count may take minutes."""
+    worker = _worker()
+    try:
+        return worker.submit(work, *arguments).result()
+    except KeyboardInterrupt:
+        for process in worker._processes.values():               # public as kill_workers() from Python 3.14 on
+            process.kill()
+        _worker.cache_clear()
+        raise
 
 
 @functools.cache
@@ -38,8 +55,15 @@ def _worker() -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Leaves GPUs to others, and says nothing: DeepSpeed tells of ranks that do not exist."""
+    """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # of a terminal, which reaches the parent, too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(nowhere, output)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

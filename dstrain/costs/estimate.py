@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.costs.chips import GIB, Chip
 from dstrain.costs.counts import Counts, Layout
-from dstrain.costs.rank import whole
+from dstrain.costs.states import keeps, whole
 from dstrain.costs.steptime import StepTime, step_time
 from dstrain.engine.settings import offload, precision, stage
 from dstrain.recipe import Run
@@ -103,10 +103,7 @@ def changes(before: Estimate, after: Estimate) -> dict[str, Any]:
 
 def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
     """What can be said of a run's costs within a second: weights, operations, and what a rank keeps between steps."""
-    numbers, checkpoint = whole(run, system)
-    learned = sum(number for part, number in numbers.items() if not part.startswith("frozen/"))
-    width, zero = 4 if precision(settings) == "fp32" else 2, stage(settings)
-    kept = checkpoint / (world if zero else 1) + (width * learned / (world if zero == 3 else 1) if width == 2 else 0)
+    numbers, _ = whole(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
         work = step_flops(system, run.batch.global_, run.steps - 1) / world / 1e12
@@ -114,8 +111,8 @@ def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str
     except (RuntimeError, TypeError, ValueError):                # as command/probe.py meets them on the meta device
         work = ""
     weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())
-    return (f"weights: {weights}; each of {world} ranks keeps {kept / 1e9:.3g} GB of weights, moments and averages"
-            f"{work}; launch/plan.py counts all that a step takes")
+    return (f"weights: {weights}{work}\n{keeps(run, system, settings, world)}; launch/plan.py counts all that a step "
+            "takes")
 
 
 def as_json(values: Any) -> str:

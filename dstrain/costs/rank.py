@@ -6,10 +6,10 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.costs.counts import Collective, Counts, Layout
+from dstrain.costs.states import whole
 from dstrain.costs.step import Measured, build, counted_step, measure
 from dstrain.engine.activations import Fused
 from dstrain.engine.holdings import OFFLOADED, saved
-from dstrain.engine.optimizers import groups
 from dstrain.engine.pretended import PretendedEngines, first_of
 from dstrain.engine.settings import offload, stage
 from dstrain.recipe import ConfigError, Run
@@ -89,24 +89,6 @@ def _require_countable(run: Run, settings: dict[str, Any]) -> None:
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
             raise ConfigError(f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: take '
                               "ds_configs/zero3.json for a bound")
-
-
-def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
-    """Weights by part, and the bytes of a checkpoint without the headers of its files."""
-    numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
-    for part in system.parts:
-        network = system.on_meta(part)
-        averages = len(run.ema.names) if part in system.averaged else 0
-        for members in groups(network, run, system.decays, system.blocks()):
-            count = sum(weight.numel() for weight in members["params"])
-            numbers[part] = numbers.get(part, 0) + count
-            size += 4 * count * (1 + len(members["moments"]) + averages)
-        trained = {name for name, _ in network.named_parameters()}
-        size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
-    for number, network in enumerate(system.frozen()):
-        name = f"frozen/{type(network).__name__}"
-        numbers[f"{name}_{number}" if name in numbers else name] = sum(value.numel() for value in network.parameters())
-    return numbers, size
 
 
 def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:

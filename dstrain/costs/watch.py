@@ -25,6 +25,15 @@ _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "allgather_base"
           "reduce_scatter_tensor_coalesced": "reduce_scatter", "alltoall_base": "all_to_all", "alltoall": "all_to_all"}
 
 
+def _computes_again() -> bool:
+    """Whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
+
+    Such passes build a graph. The linear layers of ZeRO-3 compute in a function of their own, within which none is
+    built: there the hook tells that torch.utils.checkpoint puts around a repetition.
+    """
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 class Watch(TorchDispatchMode):
     """Every storage that operations make inside, its size, and its kind: that of `kind` at its making, or of `mark`."""
 
@@ -42,7 +51,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
-        elif self.kind == "working" and torch.is_grad_enabled():  # a backward pass derives only what it computes again
+        elif self.kind == "working" and _computes_again():
             self.recomputed += operations(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not tensor.is_meta:

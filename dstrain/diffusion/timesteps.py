@@ -101,8 +101,9 @@ class LossSecondMomentSampler(TimestepSampler):
             t = self._search(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
             return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
-        t = torch.searchsorted(self._cumulative, uniforms.double(), right=True)
-        return t, (self.num_timesteps * self._p.index_select(0, t)).reciprocal().float()
+        cumulative, p = torch.as_tensor(self._cumulative), torch.as_tensor(self._p)
+        t = torch.searchsorted(cumulative, uniforms.double(), right=True)
+        return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
     def _search(self, uniforms: np.ndarray) -> np.ndarray:
         """searchsorted with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j]."""
@@ -181,4 +182,4 @@ class LossSecondMomentSampler(TimestepSampler):
 
 
 def _on_host(values: Tensor) -> bool:
-    return values.device.type == "cpu"
+    return type(values) is Tensor and values.device.type == "cpu"        # other types may have no values

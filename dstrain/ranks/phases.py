@@ -41,7 +41,8 @@ class Phases(AbstractContextManager):
         self._print: Callable[[str], None] = _on_stderr
 
     def __enter__(self) -> "Phases":
-        self._left = threading.Event()
+        self._left, self._settled = threading.Event(), False
+        self.at("beginning")
         self.heard()
         if place().rank == 0:
             thread = threading.get_ident()

@@ -20,7 +20,7 @@ from dstrain.track.figures import duration
 _POINTS = 300_000                            # of all curves together: some 5 MB of text
 _PER_CURVE = 2000                            # two for each pixel of a wide chart
 _PICTURE_BYTES = 12 << 20                    # of all pictures together, before base64
-_MOST_GRIDS, _GRIDS = 100, 200               # steps of one kind of pictures, and about as many pictures together
+_GRIDS = 200                                 # pictures of all kinds and runs together, or a few more
 _MOST_MARKS = 200
 _SHOWN = 200                                 # lines of a log, and of bad files
 _QUARTER = re.compile(r"(.*)_q([0-3])")
@@ -118,7 +118,7 @@ def _trace(record: Record, place: int, column: str, name: str, most: int) -> dic
 
 def _pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
     """Grids by kind: of each run the steps and their pictures; and the plots of evaluations, by path."""
-    most = max(4, min(_MOST_GRIDS, _GRIDS // max(1, sum(len(record.pictures) for record in records))))
+    most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [(kind, place, pictures.spaced(list(steps), most)) for place, record in enumerate(records)
               for kind, steps in record.pictures.items()]
     plots = [(record, plot) for record in records for *_, plot in record.evaluations if plot.is_file()]

@@ -47,17 +47,29 @@ def commit(package: Path = Path(__file__).parents[1]) -> dict[str, Any]:
 
 def memory() -> str:
     """What this process holds, and what is free: a line for a person."""
+    own = torch.cuda.is_available()
+    held = torch.cuda.memory_allocated() if own else _kilobytes().get("VmRSS", 0) * 1000
+    return f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {free()}"
+
+
+def free() -> str:
+    """What is free for this process: of its GPU, or of the machine."""
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return (f"memory: rank {group.rank()} holds {torch.cuda.memory_allocated() / 1e9:.2f} GB of its GPU, on which "
-                f"{free / 1e9:.2f} of {total / 1e9:.2f} GB are free")
-    kilobytes = {}
+        left, total = torch.cuda.mem_get_info(group.device())
+        return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
+    left, total = (_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
+    return f"{left:.2f} of {total:.2f} GB of this machine are free"
+
+
+def _kilobytes() -> dict[str, int]:
+    """What Linux tells of the machine's memory and of this process's, by its names."""
+    sizes = {}
     with suppress(OSError):
         for path in ("/proc/meminfo", "/proc/self/status"):
             for name, _, value in (line.partition(":") for line in Path(path).read_text().splitlines()):
-                kilobytes[name] = value.split()[0] if value.split() else ""
-    held, free, total = (int(kilobytes.get(name, 0)) / 1e6 for name in ("VmRSS", "MemAvailable", "MemTotal"))
-    return f"memory: rank {group.rank()} holds {held:.2f} GB; {free:.2f} of {total:.2f} GB of this machine are free"
+                if value.split() and value.split()[0].isdigit():
+                    sizes[name] = int(value.split()[0])
+    return sizes
 
 
 def _processor() -> str:

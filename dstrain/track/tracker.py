@@ -58,6 +58,7 @@ class Tracker:
         self.folder, self._run = Path(folder), run
         self._meter = Meter(parts)
         self._first = group.rank() % group.world() == 0
+        self._done = resumed_step
         self._faults: set[str] = set()
         self._bar = self._wandb = self._board = None
         if not self._first:
@@ -95,6 +96,7 @@ class Tracker:
 
     def at(self, done: int) -> None:
         """Moves the progress bar, where there is one, to `done` steps."""
+        self._done = done
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 
@@ -202,6 +204,12 @@ class Tracker:
         if self._first:
             self._page.finish(done, min(60.0 if done == self._run.steps else _PATIENCE,
                                         15 * self._run.faults.timeout_minutes))
+
+    def fell(self, text: str, page: bool) -> None:
+        """Notes that an error ends the run; with `page`, report.html shows it."""
+        self.note(text)
+        if self._first and page:
+            self._page.finish(self._done, _PATIENCE)
 
     def note(self, text: str) -> None:
         """Prints a line and writes it to log.txt, on rank 0."""

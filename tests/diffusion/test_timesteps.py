@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dstrain.diffusion import timesteps
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, UniformSampler
@@ -210,3 +211,12 @@ def test_no_uniform_number_is_rounded_up_to_the_end():
     around = [2 ** power + step for power in range(14, 24) for step in (-1, 0, 1, 3)]
     for num_timesteps in [*range(1, 2 ** 14), *around]:
         assert UniformSampler(num_timesteps).sample(last)[0] == num_timesteps - 1
+
+
+def test_a_draw_without_values():
+    """Oracle: shapes and types by hand, where tensors on the host hold no values, as in a plan."""
+    sampler = LossSecondMomentSampler(10, 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        t, weights = sampler.sample(torch.rand(4))
+    assert (t.shape, t.dtype, weights.shape, weights.dtype) == ((4,), torch.int64, (4,), torch.float32)
+    assert sampler.sample(torch.rand(4))[0].max() < 10

@@ -15,7 +15,7 @@ from dstrain.disk import sealed
 from dstrain.engine.manifest import NAME, hash_files, manifest
 from dstrain.engine.store import Store
 from tests.support import brittle
-from tests.support.launch import launch
+from tests.support.launch import launch, wait_for
 from tests.support.runs import assert_equal_runs, files, finish, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,10 @@ def test_trouble_without_end(tmp_path):
     finish(train(folder, 1, *words, "--step", "10", "steps=12", recipe=recipe, num=1))
     assert files(folder, 12) == aside
     assert [path.name for path in (folder / "earlier_1" / "checkpoints").iterdir()] == ["step_00000012.aside"]
-    output = finish(train(tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", recipe=recipe, num=1), code=3)
+    output = finish(train(tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", "every.report_page=1000",
+                          recipe=recipe, num=1), code=3)
+    wait_for(tmp_path / "new" / "report.html", 300)               # a busy machine writes it beside the end
+    assert "rank 0 ends: FloatingPointError" in (tmp_path / "new" / "report.html").read_text()
     assert "No checkpoint from before that is left" in output and "holds no checkpoint" in output
     assert "--from-scratch" in output and "--step" not in output
 

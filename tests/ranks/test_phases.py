@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from dstrain.command.ending import run_main
 from dstrain.ranks import phases
+from dstrain.ranks.bars import Bar
 from dstrain.ranks.phases import Phases
 
 
@@ -79,3 +81,26 @@ def test_lines_are_kept_for_the_log(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     one.say("c")
     assert one.logged() == [] and capsys.readouterr().out == "a\nb\n"
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_every_verb_speaks(speaks):
+    """Oracle: the threads of this process while a script's main runs, and afterwards."""
+    def listeners() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "phases"]
+
+    during = []
+    run_main(lambda: during.extend(listeners()), speaks)
+    assert len(during) == speaks
+    for thread in during:
+        thread.join(60)
+    assert listeners() == []
+
+
+def test_a_hidden_bar_is_a_phase():
+    """Oracle: by hand: 3 of 10, then 7, although no bar is drawn."""
+    with Bar("drawing", total=10, show=False) as bar:
+        bar.update(3)
+        assert bar.n == 3 and phases.phases()._phase[0] == "drawing: 3 of 10"
+        bar.update(7)
+        assert bar.n == 10 and phases.phases()._phase[0] == "drawing: 10 of 10"

@@ -155,7 +155,7 @@ def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
 
 
 def test_many_steps_fit(tmp_path):
-    """Oracle: the sizes of files: 20,000 lines and 120 large pictures make a page that is no larger than its bounds."""
+    """Oracle: the sizes of files: 20,000 lines and 240 large pictures make a page that is no larger than its bounds."""
     made(tmp_path / "run", steps=8)
     values = np.random.default_rng(0).random(20_000)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
@@ -164,14 +164,14 @@ def test_many_steps_fit(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "run" / "samples" / "step_00000100.png")
     large = tmp_path / "run" / "samples" / "step_00000100.png"
-    for step in range(200, 12_000, 100):
+    for step in range(200, 24_000, 100):
         os.link(large, large.with_name(f"step_{step:08d}.png"))
     text = page.write([tmp_path / "run"], tmp_path / "report.html").read_text()
     drawn = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     curve = next(chart for chart in drawn["charts"] if chart["title"] == "loss")["traces"][0]["values"]
     assert len(curve) <= 2002 and max(curve) == pytest.approx(values.max(), abs=1e-5)
     grids = drawn["grids"][0]["runs"][0]
-    assert len(grids["steps"]) == 100 and (grids["steps"][0], grids["steps"][-1]) == (8, 11_900)
+    assert len(grids["steps"]) == 200 and (grids["steps"][0], grids["steps"][-1]) == (8, 23_900)
     assert len(text) < 4 / 3 * page._PICTURE_BYTES + 6e6
 
 
