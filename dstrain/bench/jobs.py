@@ -13,11 +13,12 @@ from dstrain.engine.settings import resolve
 from dstrain.ranks import group
 from dstrain.recipe import Run
 
-# Small recipes, with what lets the whole of a system learn within some steps: no warm-up, an adversary from the start.
+# Small recipes, with what lets the whole of a system learn within some steps: no warm-up, an adversary from the start,
+# and with the optimizer of the loops that they are compared with.
 SYSTEMS = {
-    "dit": ("dit-small", []),
-    "iddpm": ("iddpm-small", ["model.history_per_term=1", "model.diffusion_steps=4",
-                              "samples.num_steps=4"]),
+    "dit": ("dit-small", ["optimizer.name=adamw", "optimizer.lr=1.5e-3"]),
+    "iddpm": ("iddpm-small", ["optimizer.name=adamw", "optimizer.lr=1e-3", "model.history_per_term=1",
+                              "model.diffusion_steps=4", "samples.num_steps=4"]),
     "dvae": ("dvae-small", ["model.discrete.quantizer=gumbel", "model.discrete.levels=null",
                             "model.discrete.discriminator=null"]),
     "vae": ("vae-small", ["model.kl.discriminator={start: 2, weight: 0.1, n_layers: 1, base_channels: 16}"]),
