@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dstrain import notebook, recipe, rng, systems
 from dstrain.command.job import checked
@@ -61,7 +60,8 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     """Oracle: both systems called by hand, one after the other; captions of the built-in pairs need no text encoder."""
     texts = ("blue heart", "Dog Face")
     out = generate(GenerateOptions(prior, num=2, prompts=texts, then=(decoder,), seed=5, out=tmp_path / "out"))
-    assert len(list((out / "samples").glob("*.png"))) == 2 and (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
+    assert len(list((out / "samples").glob("*.png"))) == 2
+    assert (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
     table, rows = builtin_pairs().tables["text_embed"], [builtin_captions()[text.lower()] for text in texts]
     assert torch.equal(text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
     drawn, by_hand = notebook.load(prior).sample(2, prompts=texts, seed=5), notebook.load(decoder)
@@ -100,7 +100,7 @@ def test_chains_that_do_not_fit(prior, decoder, tmp_path):
 
 
 def test_retrieval_of_real_pictures(tmp_path):
-    """Oracle: chance, one in a hundred, for pictures of other captions; the figure of make_emoji_pairs.py for their own.
+    """Oracle: chance, one in a hundred, for pictures of other captions; make_emoji_pairs.py's figure for their own.
 
     The pictures are those that neither the tower nor any recipe has trained on.
     """

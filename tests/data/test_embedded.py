@@ -47,8 +47,9 @@ def made(tmp_path_factory):
         stem.with_suffix(".txt").write_text(f"the {towers.WORDS[number % 9]}\n")
     picture(99).save(root / "data" / "a" / "alone.png")
     towers.clip(root / "clip")
-    caches.embed(caches.EmbedOptions(root / "pairs", str(root / "data"), str(root / "clip"), str(root / "clip"), batch=3,
-                                     shard_size=4, dtype="float32"))
+    tower = str(root / "clip")
+    caches.embed(caches.EmbedOptions(root / "pairs", str(root / "data"), tower, tower, batch=3, shard_size=4,
+                                     dtype="float32"))
     return root
 
 
@@ -65,7 +66,8 @@ def test_a_folder(made):
     for source in (train, unseen):
         for item in (source[i] for i in range(len(source))):
             assert set(item) == {"image", "label", "image_embed"}
-            torch.testing.assert_close(item["image_embed"], encoder.encode(item["image"][None])[0], rtol=1e-4, atol=1e-5)
+            expected = encoder.encode(item["image"][None])[0]
+            torch.testing.assert_close(item["image_embed"], expected, rtol=1e-4, atol=1e-5)
     assert "embeddings of width 12" in train.describe() and len({train.name(i) for i in range(len(train))}) == 9
 
 
