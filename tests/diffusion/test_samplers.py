@@ -215,7 +215,7 @@ def test_few_steps_of_a_flow():
 
 
 def test_timesteps_of_a_chain():
-    """Oracle: by hand: DDIM's strides from 0 on, where there are such; the ends of the chain and evenly between else."""
+    """Oracle: by hand: DDIM's strides from 0 on, where there are such; else evenly from one end to the other."""
     diffusion = chain(1000)
     assert samplers.timesteps_of(diffusion, "ddim", 10) == [*range(0, 1000, 100)]
     assert samplers.timesteps_of(diffusion, "ddpm", 10) == [*range(0, 1000, 111)]

@@ -107,7 +107,7 @@ def test_probabilities(readable, monkeypatch):
     assert sampler.probabilities().tolist() == pytest.approx([1 / 3] * 3)
     t, weights = sampler.sample(torch.tensor([0.1, 0.5, 0.9]))
     assert t.tolist() == [0, 1, 2] and weights.tolist() == pytest.approx([1.0] * 3)
-    halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]           # where one ends, the next begins
+    halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]      # where one ends, the next begins
     assert halves.tolist() == [0, 1]
 
 

@@ -97,9 +97,10 @@ def test_snapshots_that_fit_together(folder):
 
 
 def test_shapes(tmp_path):
-    """Oracle: the message: which weight differs, or lies on one side only, with the shapes of both; none where equal."""
+    """Oracle: the message: which weight differs or lies on one side only, and both shapes; none where equal."""
     contents.require_same_shapes(tmp_path, "net", {"a": (2, 3)}, {"a": (2, 3)})
-    for saved, words in (({"a": (3, 2)}, r"a is \(3, 2\) there and \(2, 3\) here"), ({}, r"a is absent there and \(2, 3\)"),
+    for saved, words in (({"a": (3, 2)}, r"a is \(3, 2\) there and \(2, 3\) here"),
+                         ({}, r"a is absent there and \(2, 3\)"),
                          ({"a": (2, 3), "b": (1,)}, r"b is \(1,\) there and absent here")):
         with pytest.raises(ConfigError, match=f"does not fit this net: {words}"):
             contents.require_same_shapes(tmp_path, "net", saved, {"a": (2, 3)})

@@ -70,7 +70,7 @@ def test_a_file_that_ends_within_a_span(tmp_path):
 
 
 def test_averages_made_afterwards(tmp_path):
-    """Oracle: the folders by hand: of the step asked for, else the newest; other names are none, other widths others."""
+    """Oracle: the folders by hand: of the step asked for, else the newest; other names and widths are none."""
     for name in ("step_00000009", "step_00000010", "step_x"):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
     at = lambda step, width=0.1: reconstructed(tmp_path, width, step, None)
