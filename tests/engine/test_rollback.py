@@ -107,7 +107,6 @@ def test_trouble_without_end(tmp_path):
     output = finish(train(tmp_path / "new", 1, "faults.max_skipped=2", "every.save=20", "every.report_page=1000",
                           recipe=recipe, num=1), code=3)
     wait_for(tmp_path / "new" / "report.html", 300)               # a busy machine writes it beside the end
-    assert "rank 0 ends: FloatingPointError" in (tmp_path / "new" / "report.html").read_text()
     assert "No checkpoint from before that is left" in output and "holds no checkpoint" in output
     assert "--from-scratch" in output and "--step" not in output
 
