@@ -120,8 +120,8 @@ class TableList(Layout):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         label = label.strip() if isinstance(label, str) else label
         if isinstance(label, str) and _FRACTION.fullmatch(label) and label not in self.names.places:
-            raise ConfigError(f"{at}: the label {label} is neither a whole number nor a name: name the column of labels, "
-                              "data.columns={label: NAME}, or write data.labels=none")
+            raise ConfigError(f"{at}: the label {label} is neither a whole number nor a name: name the column of "
+                              "labels, data.columns={label: NAME}, or write data.labels=none")
         if self.numbers or self.classes and label not in self.names.places:
             label = int(str(label).partition(".")[0]) if _is_number(label) else label
         if self.classes:
