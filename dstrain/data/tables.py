@@ -86,9 +86,12 @@ class _Csv(Table):
 
     def columns(self) -> list[str]:
         try:
-            return [name for name in self._reader().fieldnames or () if name]
+            names = [name for name in self._reader().fieldnames or () if name]
         except csv.Error as error:
             raise ConfigError(f"{self.where}, line 1: {error}") from None
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
+        return names
 
     def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         reader = self._reader()

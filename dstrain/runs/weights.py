@@ -230,8 +230,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
                           f"({type(error).__name__}), and was not loaded, nor anything in it run; convert it to "
                           "safetensors where it comes from") from None
     if isinstance(content, dict):
-        # An empty "ema" is no average. DALLE-pytorch's key is "weights".
-        inner = (content.get(name) for name in ("ema", "model", "weights"))
+        # An empty "ema" is no average. DALLE-pytorch's key is "weights"; DALLE2-pytorch's average is "ema_model".
+        inner = (content.get(name) for name in ("ema_model", "ema", "model", "weights"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
     return _named(content, path)
 

@@ -100,6 +100,20 @@ def test_webdataset(tmp_path, plain):
     assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 
 
+@pytest.mark.parametrize("damaged", [{"cls": b""}, {"json": b'{"label": 1'}])
+def test_damaged_labels_in_tars(tmp_path, damaged):
+    """Oracle: the contract: beside labelled samples, a label that cannot be read is named; without labels none is read.
+    """
+    image = io.BytesIO()
+    picture(3).save(image, "PNG")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        writer.write({"__key__": "0", "png": image.getvalue(), "cls": b"1"})
+        writer.write({"__key__": "1", "png": image.getvalue(), **damaged})
+    with pytest.raises(ConfigError, match=r"a.tar: 1\.\w+ is empty or damaged"):
+        open_images(tmp_path / "a.tar", 16)
+    assert len(open_images(tmp_path / "a.tar", 16, request=Request(SUFFIXES, labels="none"))) == 2
+
+
 def test_tars_of_others(tmp_path):
     """Oracle: webdataset's rules by hand: keys end at the first dot, several suffixes, names of classes, videos."""
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:

@@ -142,6 +142,8 @@ def test_labels_of_a_table(tmp_path, kind):
     assert labels(["9", "10", "9"]) == ([9, 10, 9], numbers)
     assert labels([9, 10, 9]) == ([9, 10, 9], numbers)
     assert labels(["9.0", "10.0", "9.0"]) == ([9, 10, 9], numbers)     # pandas, where a column had gaps
+    with pytest.raises(ConfigError, match="1.5 is neither a whole number nor a name" if kind == "csv" else "label"):
+        labels([1.5, 2.0, 3.0])
     with pytest.raises(ConfigError, match="the label -1 is no number from 0"):
         labels(["-1", "2", "3"])
     assert labels(["9", "cat", "10"]) == ([1, 2, 0], ("10", "9", "cat"))
@@ -192,6 +194,7 @@ def test_files_that_are_not_there(tmp_path):
     ("l.csv", b'path,text\nc0/000.png,"' + b"x" * 200_000, "is a quotation mark left open"),
     ("l.jsonl", b'{"path": "c0/000.png"}\n[1]\n', "line 2: no JSON object"),
     ("l.jsonl", b'{"path": "c0/000.png", "text": {"a": 1}}\n', "line 1: .*is no caption: name the column"),
+    ("l.csv", b"path,label,label\nc0/000.png,1,2\n", "line 1: two columns are called label"),
     ("l.csv", b"path\nc0/clip.mp4\n", "lists videos: write data.num_frames=17"),
     ("l.parquet", b"PAR1" + bytes(100) + b"PAR1", "is no readable parquet file"),
 ])

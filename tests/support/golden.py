@@ -34,6 +34,6 @@ def fill(network: nn.Module, keep: tuple[str, ...] = ()) -> nn.Module:
         if tensor.ndim >= 2:
             values = values / np.sqrt(np.prod(tensor.shape[1:]))
         else:
-            values = 0.1 * values + float(name.endswith("weight"))
+            values = 0.1 * values + float(name.endswith(("weight", ".g")))
         tensor.copy_(values.to(tensor.dtype))
     return network

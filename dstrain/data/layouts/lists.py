@@ -28,6 +28,7 @@ _METADATA = tuple(f"metadata{suffix}" for suffix in TABLES)
 _NAMED = 20                                # columns that a message names
 _LOOKED = 20                               # first rows whose files are looked for
 _NUMBER = re.compile(r"-?[0-9]{1,19}(\.0+)?")     # a whole number as tables write it
+_FRACTION = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")      # a score, which would be a class of its own in each row
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 
 
@@ -118,6 +119,9 @@ class TableList(Layout):
         if type(label) is not int and (not isinstance(label, str) or not label.strip()):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         label = label.strip() if isinstance(label, str) else label
+        if isinstance(label, str) and _FRACTION.fullmatch(label) and label not in self.names.places:
+            raise ConfigError(f"{at}: the label {label} is neither a whole number nor a name: name the column of "
+                              "labels, data.columns={label: NAME}, or write data.labels=none")
         if self.numbers or self.classes and label not in self.names.places:
             label = int(str(label).partition(".")[0]) if _is_number(label) else label
         if self.classes:

@@ -72,10 +72,15 @@ class Tars(Layout):
         members = self._members(part)
         if self.request.captions and part == self._first:              # listing begins, perhaps anew
             self.notes["uncaptioned"] = 0
+        labelled = any(sample.get("cls", sample.get("label")) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
                 continue
+            if labelled and "damaged" in sample and sample.get("cls", sample.get("label")) is None:
+                raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
+                                  "and other samples have labels: mend it, take its sample out, or write "
+                                  "data.labels=none")
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.notes["uncaptioned"] += 1
@@ -137,12 +142,18 @@ class Tars(Layout):
             sample[kind] = in_text(_decoded(content)) or ("",)           # a caption that cannot be read: a bad sample
         elif kind == "cls":
             sample[kind] = _label(_decoded(content))
+            if sample[kind] is None:
+                sample["damaged"] = member.name
         else:
             sample[kind] = True
-            with contextlib.suppress(ValueError):                        # no JSON
+            try:
                 sample["captions"] = in_json(content) if wants_captions else ()
-            with contextlib.suppress(ValueError, AttributeError):        # no JSON, or no section
-                label = small.parse_json(content).get("label")
+                section = small.parse_json(content)
+            except ValueError:
+                sample["damaged"] = member.name
+                return
+            with contextlib.suppress(ValueError, AttributeError):        # no label, or no section
+                label = section.get("label")
                 if wants_labels and type(label) in (int, str):
                     sample["label"] = label if type(label) is int else _label(label)
 

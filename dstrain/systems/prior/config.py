@@ -5,10 +5,34 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, filled_in
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, filled_in
 from dstrain.systems.base import SystemConfig
 
 LOSSES = ("l2", "l1", "huber")
+
+
+class Lucidrains(Section):
+    """The network of lucidrains' DALLE2-pytorch, by its constructor's names where it has one."""
+
+    ff_mult: int = Field(4, ge=1)
+    """Width of the MLP, in widths of the model."""
+    norm_out: bool = True
+    """A LayerNorm behind the last block."""
+    final_proj: bool = True
+    """A linear map of the result."""
+    normformer: bool = False
+    """A LayerNorm within each MLP."""
+    rotary_emb: bool = True
+    """Rotary positions, beside the relative bias."""
+    cosine_similarity: bool = True
+    """Attention by cosines, as from version 1.4 on; false: by products, as in 0.26 to 1.2."""
+    timestep_table: bool = True
+    """A learned vector for each timestep (num_timesteps); false: sinusoids and an MLP."""
+    condition_on_text_encodings: bool = True
+    """Whether text encodings are read; without, their max_text_len places hold learned ones."""
+    image_cond_drop_prob: float | None = Field(None, ge=0, le=1)
+    """Share of training samples whose noisy image embedding is dropped; None means text_cond_drop_prob. Guidance drops
+    it together with the text, unless the share is 0."""
 
 
 class Config(SystemConfig):
@@ -38,6 +62,9 @@ class Config(SystemConfig):
     """A LayerNorm before the text embedding's projection."""
     self_cond: bool = False
     """Whether the network sees its previous prediction (in training half of the samples; Chen et al. 2022)."""
+
+    lucidrains: Lucidrains | None = None
+    """The network of DALLE2-pytorch, which LAION's priors have; None is that of diffusers' PriorTransformer."""
 
     beta_schedule: Literal[SCHEDULES] = "cosine"
     """Name of the betas."""
@@ -94,9 +121,42 @@ class Config(SystemConfig):
         if self.num_candidates > 1 and self.text_embed_dim not in (None, self.image_embed_dim):
             raise ConfigError(f"text_embed_dim={self.text_embed_dim} and image_embed_dim={self.image_embed_dim} "
                               "differ, so no candidate can be compared with its text: write model.num_candidates=1")
+        if self.lucidrains is not None:
+            self._check_lucidrains()
         if self.heads * self.dim_head < 2:
             raise ConfigError("heads * dim_head is the width, which must be 2 at least")
         return self
+
+    def _check_lucidrains(self) -> None:
+        for field in ("text_embed_dim", "text_encodings_dim"):
+            if getattr(self, field) not in (None, self.image_embed_dim):
+                raise ConfigError(f"{field}={getattr(self, field)}: in model.lucidrains all embeddings are as wide as "
+                                  f"image_embed_dim={self.image_embed_dim}; leave it out")
+        if self.embedding_proj_norm:
+            raise ConfigError("embedding_proj_norm: model.lucidrains has no projection of the text embedding; leave it "
+                              "out")
+        if self.dim_head % 2 and self.lucidrains.rotary_emb:
+            raise ConfigError(f"dim_head={self.dim_head}: rotary positions turn pairs of channels; take an even width")
+        if self.image_embed_dim < 4 or self.image_embed_dim % 2 and not self.lucidrains.timestep_table:
+            raise ConfigError(f"image_embed_dim={self.image_embed_dim}: model.lucidrains takes 4 and more, and without "
+                              "timestep_table even numbers")
+        if self.lucidrains.image_cond_drop_prob and not self.text_cond_drop_prob:
+            raise ConfigError("lucidrains.image_cond_drop_prob is above 0 and text_cond_drop_prob is 0: guidance drops "
+                              "both, so raise the latter, or leave the former out")
+
+    @property
+    def text_tokens(self) -> int:
+        """Text encodings that are read."""
+        reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
+        return self.max_text_len if reads else 0
+
+    @property
+    def image_drop_prob(self) -> float:
+        """Share of training samples whose noisy image embedding is dropped; only model.lucidrains can."""
+        if self.lucidrains is None:
+            return 0.0
+        own = self.lucidrains.image_cond_drop_prob
+        return self.text_cond_drop_prob if own is None else own
 
     def conflicts(self, run: Run) -> list[str]:
         problems = []
@@ -116,9 +176,20 @@ class Config(SystemConfig):
         return super().with_encoders(model, tokenizer=tokenizer)
 
     def network_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of PriorTransformer."""
+        """The keyword arguments of PriorTransformer, or of LucidrainsPrior."""
+        if self.lucidrains is not None:
+            return self._lucidrains_arguments()
         fields = {"image_embed_dim", "max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond", "norm_in",
                   "embedding_proj_norm"}
         return {**self.model_dump(include=fields), "learns_null": self.text_cond_drop_prob > 0,
                 "text_embed_dim": self.text_embed_dim or self.image_embed_dim,
                 "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim}
+
+    def _lucidrains_arguments(self) -> dict[str, Any]:
+        own = self.lucidrains
+        fields = {"ff_mult", "norm_out", "final_proj", "normformer", "rotary_emb", "cosine_similarity"}
+        return {**self.model_dump(include={"max_text_len", "depth", "heads", "dim_head", "dropout", "self_cond",
+                                           "norm_in"}), **own.model_dump(include=fields),
+                "dim": self.image_embed_dim, "timesteps": self.timesteps if own.timestep_table else None,
+                "reads_encodings": own.condition_on_text_encodings, "learns_null": self.text_cond_drop_prob > 0,
+                "learns_null_image": self.image_drop_prob > 0}

@@ -3,8 +3,8 @@
 Notation: B samples, D the width of an image embedding, T that of a text embedding, L text tokens of width E. x_start is
 the image embedding as the chain sees it, (embed - mean) / std; with the default scale s that is s * embed.
 
-All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the text), self_cond; in generation
-start and noise/0, noise/1, ... in the order of the chain; for candidate j > 0 these names begin with "candidate/j/".
+All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the text), drop_image, self_cond; in
+generation start and noise/0, noise/1, ... in the chain's order; for candidate j > 0 they begin with "candidate/j/".
 """
 
 from collections.abc import Container, Mapping
@@ -27,6 +27,7 @@ from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.prior import weights
 from dstrain.systems.prior.config import Config
+from dstrain.systems.prior.lucidrains import LucidrainsBlock, LucidrainsPrior
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
@@ -54,7 +55,8 @@ class PriorSystem(System):
         self._encoder: TextEncoder | None = None
 
     def networks(self) -> dict[str, nn.Module]:
-        return {"denoiser": PriorTransformer(**self.config.network_arguments())}
+        kind = PriorTransformer if self.config.lucidrains is None else LucidrainsPrior
+        return {"denoiser": kind(**self.config.network_arguments())}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -91,12 +93,12 @@ class PriorSystem(System):
 
     def _missing(self, names: Container[str]) -> str | None:
         """The first input that has to be encoded from captions; None where all are cached."""
-        needed = ("text_embed", "text_encodings") if self.config.max_text_len else ("text_embed",)
+        needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
     def _texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """The network's text inputs, from cached ones or from captions, which are encoded on the device."""
-        tokens = self.config.max_text_len
+        tokens = self.config.text_tokens
         if missing := self._missing(texts):
             if "caption" not in texts:
                 raise ConfigError(f"data: there is neither {missing} nor a caption to each image_embed: cache text "
@@ -132,7 +134,7 @@ class PriorSystem(System):
             if self.config.text_encoder is None:
                 raise ConfigError("model.text_encoder: texts are to be encoded and none is named; give the folder or "
                                   "hub name of the encoder of the data's embeddings (generate: --text-encoder)")
-            self._encoder = TextEncoder(self.config.text_encoder, self.config.max_text_len or None)
+            self._encoder = TextEncoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
@@ -159,7 +161,8 @@ class PriorSystem(System):
         noise = rng.normal(key, "noise", self.shape)                                            # (B, D)
         t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
         x_t = self.diffusion.q_sample(x_start, t, noise)
-        inputs = self.network_inputs(example, rng.uniform(key, "drop") < drop_prob)
+        image_dropped = rng.uniform(key, "drop_image") < (self.config.image_drop_prob if drop_prob else 0.0)
+        inputs = self.network_inputs(example, rng.uniform(key, "drop") < drop_prob, image_dropped)
         if self.config.self_cond:
             # Every rank makes both calls, whichever of its samples use the first one's result.
             with torch.no_grad():
@@ -174,11 +177,14 @@ class PriorSystem(System):
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)         # (B,)
         return {"loss": loss, "quartile": 4 * t // self.config.timesteps}
 
-    def network_inputs(self, conditions: dict[str, Tensor], dropped: Tensor) -> dict[str, Tensor]:
-        """The network's keyword arguments. Texts are dropped only by a model that has a null text."""
+    def network_inputs(self, conditions: dict[str, Tensor], dropped: Tensor,
+                       image_dropped: Tensor | None = None) -> dict[str, Tensor]:
+        """The network's keyword arguments. Only a model that has a null text or image drops it; None: as the text."""
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))       # attention is causal only with a mask
-        return inputs | ({"dropped": dropped} if self.config.text_cond_drop_prob else {})
+        inputs |= {"dropped": dropped} if self.config.text_cond_drop_prob else {}
+        image_dropped = dropped if image_dropped is None else image_dropped
+        return inputs | ({"image_dropped": image_dropped} if self.config.image_drop_prob else {})
 
     def _rescaled(self, x: Tensor) -> Tensor:
         """x (..., D) at the length of the data: that of a unit vector times the scale."""
@@ -298,7 +304,7 @@ class PriorSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
-        return weights.adapt(state, self.on_meta(part), self.mean, self.std)
+        return weights.adapt(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Names stay as they are."""
@@ -313,17 +319,17 @@ class PriorSystem(System):
         return weight.ndim >= 2 and name.endswith("weight")
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return (PriorBlock,)
+        return (PriorBlock if self.config.lucidrains is None else LucidrainsBlock,)
 
     def synthetic(self, batch_size: int) -> Batch:
         """Embeddings, texts of random lengths, and the text of another pair."""
-        arguments = self.config.network_arguments()
-        key = rng.keys(0, 0, torch.arange(batch_size))
+        config, key = self.config, rng.keys(0, 0, torch.arange(batch_size))
         batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):
-            batch[name] = rng.normal(key, name, (arguments["text_embed_dim"],))
-        if tokens := arguments["max_text_len"]:
-            batch["text_encodings"] = rng.normal(key, "text_encodings", (tokens, arguments["text_encodings_dim"]))
+            batch[name] = rng.normal(key, name, (config.text_embed_dim or config.image_embed_dim,))
+        if tokens := config.text_tokens:
+            width = config.text_encodings_dim or config.image_embed_dim
+            batch["text_encodings"] = rng.normal(key, "text_encodings", (tokens, width))
             length = 1 + rng.integers(key, "length", tokens)
             batch["text_mask"] = torch.arange(tokens) < length[:, None]
         return batch

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dstrain.diffusion import schedule
 from dstrain.nn import fitting
 from dstrain.recipe import ConfigError
 from dstrain.systems.prior.config import Config
@@ -23,6 +24,14 @@ _REMEDIES = (
     (r"^proj_", "image_embed_dim, heads and dim_head"),
     (r"^prd", "heads and dim_head (a file without it has no learned query, and is of another kind)"),
     (r"", "depth, heads and dim_head"),
+)
+_LUCIDRAINS_REMEDIES = (
+    (r"^null_|^to_time", "text_cond_drop_prob, max_text_len, timesteps and lucidrains.timestep_table"),
+    (r"init_norm", "norm_in"),
+    (r"transformer\.norm", "lucidrains.norm_out"),
+    (r"project_out", "lucidrains.final_proj"),
+    (r"layers\.\d+\.1", "depth, lucidrains.normformer and lucidrains.ff_mult"),
+    (r"", "image_embed_dim, depth, heads and dim_head"),
 )
 
 
@@ -54,13 +63,18 @@ def statistics(config: Config) -> tuple[Tensor, Tensor]:
     return values["clip_mean"], values["clip_std"]
 
 
-def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor, std: Tensor) -> fitting.Fitted:
+def adapt(state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
     texts and the layer of the previous prediction, which published files lack, start at 0.
     ConfigError: the first other difference, with both sides and the remedy.
     """
+    if config.lucidrains is not None:
+        return _adapt_lucidrains(state, network, config)
+    if any("causal_transformer." in name for name in state):
+        raise ConfigError("weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
+                          "its config, with what differs from the original's defaults (launch/prior.md)")
     shapes = fitting.shapes_of(network)
     state, notes = dict(state), []
     of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
@@ -82,8 +96,54 @@ def adapt(state: dict[str, Tensor], network: nn.Module, mean: Tensor, std: Tenso
     return state, sorted(notes)
 
 
+def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
+    """A state dict of DALLE2-pytorch's DiffusionPrior, or of its network, as LucidrainsPrior takes it.
+
+    The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0.
+    ConfigError: the first difference, with both sides and the remedy.
+    """
+    shapes, notes = fitting.shapes_of(network), []
+    if is_original := any(name.startswith("net.") for name in state):
+        _require_schedule(state.get("noise_scheduler.betas"), config)
+        notes = fitting.unused(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
+        state = {name.removeprefix("net."): values for name, values in state.items() if name.startswith("net.")}
+    rotary = [name for name in state if name.endswith("rotary_emb.freqs")]
+    if bool(rotary) != config.lucidrains.rotary_emb and (rotary or is_original):
+        raise ConfigError(f"weights: the file has {'' if rotary else 'no '}rotary positions; set "
+                          f"model.lucidrains.rotary_emb={str(bool(rotary)).lower()}")
+    state = {name: values for name, values in state.items() if name not in rotary}
+    if "null_text_embed" in state:
+        state["null_text_encodings"] = state.pop("null_text_embed")
+        notes.append("null_text_embed: the encodings of empty places. The file is of version 1.8 or before, and does "
+                     "not tell its attention: model.lucidrains.cosine_similarity is true from version 1.4 on, false "
+                     "before")
+    elif "null_text_embeds" in state and not config.lucidrains.cosine_similarity:
+        raise ConfigError("model.lucidrains.cosine_similarity=false: the file is of version 1.9 or later, whose "
+                          "attention is by cosines; leave it out")
+    for name in ("null_text_embeds", "null_image_embed", "null_text_encodings"):
+        if name in state and name not in shapes:
+            del state[name]
+            notes.append(f"{name}: of no use without dropped inputs or without text tokens, and left")
+        elif name in shapes and name not in state and name != "null_text_encodings":
+            state[name] = torch.zeros(shapes[name])
+            notes.append(f"{name}: absent in the file, begins at 0; guide samples only after training with dropped "
+                         "texts")
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural), _LUCIDRAINS_REMEDIES)
+    return state, sorted(notes)
+
+
+def _require_schedule(betas: Tensor | None, config: Config) -> None:
+    expected = torch.as_tensor(schedule.betas(config.beta_schedule, config.timesteps)).float()
+    if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
+        raise ConfigError(f"weights: the file's {len(betas)} betas, from {float(betas[0]):.3g} to "
+                          f"{float(betas[-1]):.3g}, are not those of model.beta_schedule={config.beta_schedule} and "
+                          f"model.timesteps={config.timesteps}: set both to what the file was made with")
+
+
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """ConfigError: a config.json of diffusers differs from the recipe in what the weights' shapes do not show."""
+    if config.lucidrains is not None:
+        raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")
     loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
     expected = {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head}
     fields = {"num_attention_heads": "heads", "attention_head_dim": "dim_head"}
@@ -92,6 +152,8 @@ def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 def require_expressible(config: Config) -> None:
     """ConfigError: a field that diffusers' PriorTransformer cannot express."""
+    if config.lucidrains is not None:
+        raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")
     if config.self_cond:
         raise ConfigError("self_cond: diffusers' PriorTransformer has no input for the previous prediction; only "
                           "models without self_cond are exported there; take --format safetensors")

@@ -8,7 +8,8 @@ PAIRS = {"image_embed_dim": 12, "max_text_len": 4, "depth": 2, "heads": 2, "dim_
          "timesteps": 50, "evaluate_steps": [3]}
 CASES = [PAIRS, PAIRS | {"self_cond": True, "prediction": "v", "loss": "huber", "recompute": True},
          PAIRS | {"max_text_len": 0, "text_cond_drop_prob": 0, "prediction": "eps", "loss": "l1",
-                  "beta_schedule": "sigmoid", "norm_in": True, "embedding_proj_norm": True}]
+                  "beta_schedule": "sigmoid", "norm_in": True, "embedding_proj_norm": True},
+         PAIRS | {"self_cond": True, "lucidrains": {"normformer": True}, "recompute": True}]
 
 
 def request(system, seeds):
