@@ -69,7 +69,7 @@ def row(folder: Path) -> list[str]:
     figures = measure(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]
     if "perplexity" in figures:
         bits = system.side ** 2 * math.log2(system.codebook_size)
-        usage = [f"{1 - figures['dead_tokens']:.0%}", f"{figures['perplexity']:.0f}"]
+        usage = [f"{1 - figures['dead_tokens']:.1%}", f"{figures['perplexity']:.0f}"]
     else:
         bits, usage = figures["kl"] / math.log(2), ["", ""]
     return [f"{bits:.0f}", *usage, f"{psnr:.2f}", f"{ssim:.3f}", f"{distance:.2f}", f"{torch.cat(right).mean():.1%}"]
