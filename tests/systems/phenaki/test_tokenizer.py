@@ -14,6 +14,7 @@ from dstrain.systems.phenaki.tokenizer import Config
 SMALL = {"image_size": [8, 12], "num_frames": 7, "channels": 1, "dim": 16, "codebook_size": 32, "patch_size": 4,
          "temporal_patch_size": 2, "spatial_depth": 2, "temporal_depth": 1, "dim_head": 8, "heads": 2}
 COSINE = {"quantizer": "cosine", "codebook_size": 20, "codebook_dim": 4}
+FSQ = {"quantizer": "fsq", "codebook_size": 60, "levels": [5, 4, 3]}
 JUDGED = {"image_size": 16, "discriminator": {"start": 3, "n_layers": 2, "base_channels": 16, "weight": 0.4}}
 
 
@@ -37,7 +38,7 @@ def clips(count=3, frames=7, size=(8, 12), channels=1):
     return torch.rand(count, frames, channels, *size, generator=generator) * 2 - 1
 
 
-@pytest.fixture(params=[{}, COSINE], ids=["lookup_free", "cosine"])
+@pytest.fixture(params=[{}, COSINE, FSQ], ids=["lookup_free", "cosine", "fsq"])
 def network(request):
     return nets_of(build(**request.param))["tokenizer"]
 
@@ -102,7 +103,7 @@ def test_patches():
     assert torch.equal(network._pixels(patches, 2), video)
 
 
-@pytest.mark.parametrize("more", [{}, COSINE], ids=["lookup_free", "cosine"])
+@pytest.mark.parametrize("more", [{}, COSINE, FSQ], ids=["lookup_free", "cosine", "fsq"])
 def test_images_alone(more):
     """Oracle: a gradient for every weight, 0 up to rounding for those of later frames, and others elsewhere.
 
@@ -275,6 +276,9 @@ def test_weights_of_elsewhere():
 
 @pytest.mark.parametrize(("more", "message"), [
     ({"codebook_size": 1000}, "codebook_size: 1000 is no power of two.*512 or 1024"),
+    ({"quantizer": "fsq"}, "levels belong to quantizer=fsq, which needs them"),
+    ({"levels": [5, 4, 3]}, "levels belong to quantizer=fsq, .* leave both out"),
+    ({"quantizer": "fsq", "levels": [8, 5]}, r"levels \[8, 5\] make 40 tokens and codebook_size is 32"),
     ({"patch_size": 5}, "patch_size 5 does not divide image_size 8 x 12"),
     ({"num_frames": 8}, "num_frames 8 is not 1 .* temporal_patch_size 2: take 7 or 9"),
     ({"discriminator": {"n_layers": 2}}, "n_layers 2 needs pictures of 12 pixels, image_size is 8 x 12"),

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from dstrain.nn.finite_scalar import require_levels
 from dstrain.nn.lookup_free import bits_of
 from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
 from dstrain.recipe import ConfigError, Run
@@ -44,8 +45,11 @@ class Config(SystemConfig):
     """Attention heads of a block."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of values dropped in attention and in feed-forwards."""
-    quantizer: Literal["lookup_free", "cosine"] = "lookup_free"
-    """lookup_free: signs of log2(codebook_size) numbers. cosine: the nearest of codebook_size learned unit vectors."""
+    quantizer: Literal["lookup_free", "fsq", "cosine"] = "lookup_free"
+    """lookup_free: signs of log2(codebook_size) numbers. fsq: few numbers rounded to levels. cosine: the nearest of
+    codebook_size learned unit vectors."""
+    levels: tuple[int, ...] | None = None
+    """fsq: levels of each number, whose product is codebook_size, such as [8, 5, 5, 5] for 1000."""
     codebook_dim: int = Field(32, ge=1)
     """cosine: width of an entry."""
     commitment_weight: float = Field(0.25, ge=0)
@@ -69,6 +73,11 @@ class Config(SystemConfig):
     def _fits(self) -> "Config":
         if self.quantizer == "lookup_free":
             bits_of(self.codebook_size)
+        if (self.quantizer == "fsq") != (self.levels is not None):
+            raise ConfigError("levels belong to quantizer=fsq, which needs them: write levels=[8,5,5,5] and "
+                              "codebook_size=1000, or leave both out")
+        if self.levels is not None:
+            require_levels(self.levels, self.codebook_size, "codebook_size")
         height, width = self.size
         if height % self.patch_size or width % self.patch_size:
             raise ConfigError(f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
@@ -94,8 +103,8 @@ class Config(SystemConfig):
     def network_arguments(self) -> dict[str, Any]:
         """The arguments of CViViT."""
         names = ("dim", "codebook_size", "image_size", "patch_size", "temporal_patch_size", "spatial_depth",
-                 "temporal_depth", "dim_head", "heads", "channels", "quantizer", "codebook_dim", "inv_temperature",
-                 "dropout")
+                 "temporal_depth", "dim_head", "heads", "channels", "quantizer", "levels", "codebook_dim",
+                 "inv_temperature", "dropout")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

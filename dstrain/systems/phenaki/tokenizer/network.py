@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import wide
@@ -37,14 +38,16 @@ class CViViT(nn.Module):
 
     image_size      pixels, one number or [height, width]; patch_size divides each.
     spatial_depth   blocks of the spatial transformer, in encoder and decoder each; temporal_depth alike.
-    quantizer       lookup_free or cosine, see nn/lookup_free; codebook_dim is the width of a cosine entry and
-                    inv_temperature the sharpness of the lookup-free p(c|z).
+    quantizer       lookup_free or cosine, see nn/lookup_free, or fsq, see nn/finite_scalar. inv_temperature is the
+                    sharpness of the lookup-free p(c|z), levels are those of fsq, codebook_dim is the width of a cosine
+                    entry.
     """
 
     def __init__(self, dim: int = 512, codebook_size: int = 8192, image_size: int | tuple[int, int] = 128,
                  patch_size: int = 8, temporal_patch_size: int = 2, spatial_depth: int = 4, temporal_depth: int = 4,
                  dim_head: int = 64, heads: int = 8, channels: int = 3, *, quantizer: str = "lookup_free",
-                 codebook_dim: int = 32, inv_temperature: float = 1.0, dropout: float = 0.0) -> None:
+                 levels: tuple[int, ...] | None = None, codebook_dim: int = 32, inv_temperature: float = 1.0,
+                 dropout: float = 0.0) -> None:
         super().__init__()
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if height % patch_size or width % patch_size:
@@ -62,6 +65,7 @@ class CViViT(nn.Module):
         self.spatial_rel_pos_bias = PositionBias(heads, dim)
         self.enc_spatial_transformer, self.enc_temporal_transformer = transformer("space"), transformer("time")
         self.vq = (LookupFree(dim, codebook_size, inv_temperature) if quantizer == "lookup_free" else
+                   FiniteScalar(dim, levels) if quantizer == "fsq" else
                    CosineQuantizer(dim, codebook_size, codebook_dim))
         self.dec_temporal_transformer, self.dec_spatial_transformer = transformer("time"), transformer("space")
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)

@@ -30,7 +30,7 @@ _REMEDIES = {"discriminator": (
     (r"main\.0\.", "channels and discriminator.base_channels"),
     (r"", "discriminator.base_channels and n_layers"),
 ), "tokenizer": (
-    (r"^vq\.", "quantizer, codebook_size, codebook_dim and dim"),
+    (r"^vq\.", "quantizer, codebook_size, levels, codebook_dim and dim"),
     (r"^to_", "patch_size, temporal_patch_size, channels and dim"),
     (r"", "spatial_depth, temporal_depth, dim, heads and dim_head"),
 )}
@@ -191,8 +191,8 @@ class TokenizerSystem(System):
         """Architecture and all weights; neither how many frames nor how it was trained."""
         architecture = self.config.network_arguments()
         left_out = {"dropout", "inv_temperature"}
-        if self.config.quantizer != "cosine":
-            left_out.add("codebook_dim")
+        left_out |= {name for name, quantizer in (("codebook_dim", "cosine"), ("levels", "fsq"))
+                     if self.config.quantizer != quantizer}
         architecture = {name: value for name, value in architecture.items() if name not in left_out}
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
