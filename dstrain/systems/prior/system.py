@@ -183,8 +183,8 @@ class PriorSystem(System):
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))       # attention is causal only with a mask
         inputs |= {"dropped": dropped} if self.config.text_cond_drop_prob else {}
-        image_dropped = dropped if image_dropped is None else image_dropped
-        return inputs | ({"image_dropped": image_dropped} if self.config.image_drop_prob else {})
+        image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
+        return inputs | (image_too if self.config.image_drop_prob else {})
 
     def _rescaled(self, x: Tensor) -> Tensor:
         """x (..., D) at the length of the data: that of a unit vector times the scale."""
@@ -229,16 +229,12 @@ class PriorSystem(System):
         if self.config.init_image_embed_l2norm:
             x = self._rescaled(x)
         sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
-        x = samplers.sample(self.diffusion, network, x, noise, sampler, self._timesteps(sampler, request), request.eta,
-                            progress=progress)
+        spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
+        timesteps = samplers.timesteps_of(self.diffusion, sampler, request.num_steps, spacing)
+        x = samplers.sample(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
             x = self._rescaled(x)
         return self._embedding(x).view(count, len(keys), -1)
-
-    def _timesteps(self, sampler: str, request: Request) -> list[int]:
-        """By the request's spacing, else evenly, the first and the last among them."""
-        spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
-        return samplers.timesteps_of(self.diffusion, sampler, request.num_steps, spacing)
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
@@ -290,9 +286,7 @@ class PriorSystem(System):
         return terms
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """The frozen encoder's embeddings and encodings, on the CPU. Those of the built-in pairs' captions are in the
-        package. ConfigError: the recipe names no encoder.
-        """
+        """The frozen encoder's outputs, on the CPU; the package has the built-in captions'. ConfigError: no encoder."""
         if self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len:
             if (embeds := emoji.text_embeds(texts)) is not None:
                 return self._texts({"text_embed": embeds})
