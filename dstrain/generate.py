@@ -214,7 +214,7 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
         return _pictures_to_invert(options, run, system)
     if then and options.size:
         raise ConfigError("--size: a run of --then takes squares; leave it out")
-    if then and clip is not None:
+    if then and clip is not None and then[0][2].starts_from_data:
         raise ConfigError(f"--then {then[0][0]}: this run goes on from pictures, and {folder} draws videos")
     for before, later in zip((first, *then), then):
         _require_chain(before, later)

@@ -147,6 +147,7 @@ class _Unpickler(pickle.Unpickler):
         self.sums: dict[Span, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module        # protocol 2 writes Python 2's name
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
             return _REBUILDS[name]()
         if module == "builtins" and name in _PLAIN:

@@ -172,15 +172,15 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 def require_expressible(config: Config) -> None:
     """ConfigError: a field that diffusers' DiTTransformer2DModel or its schedulers cannot express."""
+    if config.embedding_dim:
+        raise ConfigError("embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format "
+                          "safetensors")
     if config.time_freq != "diffusers":
         raise ConfigError("time_freq: diffusers' DiTTransformer2DModel spaces the frequencies of its timesteps wider "
                           "than the official network and has no setting for it; train on for a while with "
                           "model.time_freq=diffusers and init_from= this run, or take --format safetensors")
     if config.size_conditions:
         raise ConfigError("size_conditions: diffusers' DiTTransformer2DModel takes none; take --format safetensors")
-    if config.embedding_dim:
-        raise ConfigError("embedding_dim: diffusers' DiTTransformer2DModel takes no image embeddings; take --format "
-                          "safetensors")
     dim = config.network_shape()["hidden_size"]
     if int(dim * config.mlp_ratio) != 4 * dim:
         raise ConfigError(f"mlp_ratio: it is 4 in diffusers' DiTTransformer2DModel and {config.mlp_ratio:g} here; take "
