@@ -147,7 +147,6 @@ class _Unpickler(pickle.Unpickler):
         self.sums: dict[Span, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "builtins" if module == "__builtin__" else module        # protocol 2 writes Python 2's name
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
             return _REBUILDS[name]()
         if module == "builtins" and name in _PLAIN:
@@ -162,6 +161,7 @@ class _Unpickler(pickle.Unpickler):
             kind = name.removesuffix("Storage")
             if kind in _TYPES or kind == "Untyped":
                 return DType(_TYPES.get(kind, ""))
+        module = "builtins" if module == "__builtin__" else module       # protocol 2 has Python 2's name of it
         self.asked.add(f"{module}.{name}")
         return type(name.rpartition(".")[2] or "Shell", (Shell,), {"__module__": "shell"})
 
