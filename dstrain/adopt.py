@@ -18,6 +18,7 @@ from dstrain.engine.fragments import write_shard
 from dstrain.engine.initial import build
 from dstrain.engine.store import Store
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Ema, Run
 from dstrain.runs.folders import new_folder
 from dstrain.runs.weights import fitted
@@ -46,11 +47,13 @@ def adopt(options: AdoptOptions) -> list[str]:
     run = options.run.model_copy(update={"folder": options.out, "init_from": options.weights, "ema": Ema(decays=()),
                                          "samples": samples})
     system = systems.build(run.system, run.model)
+    phases().at(f"reading {options.weights}")
     loaded = fitted(options.weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():                               # the others as training would begin them
         initial = build(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
+    phases().at(f"writing {options.out}")
     with new_folder(options.out) as out:
         store = Store(out / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())

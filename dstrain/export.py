@@ -29,6 +29,7 @@ from dstrain.encoders.autoencoder import fingerprint
 from dstrain.engine.checkpoint import read_weights
 from dstrain.nn.measures import relative_error
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
 from dstrain.runs.folders import new_folder
@@ -84,6 +85,7 @@ def export(options: ExportOptions) -> Exported:
     if writer is not None:                                        # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
+    phases().at(f"writing {options.out}")
     with new_folder(options.out) as folder:
         if writer is None:
             exported = _as_parts(run, checkpoint, kinds, folder)
@@ -93,6 +95,7 @@ def export(options: ExportOptions) -> Exported:
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             # What takes a process of its own comes last.
+            phases().at("drawing from the export in a process without dstrain")
             title, code = options.out.absolute().name, writer.about(system)[2]
             drawn = card.draw(folder, title, code)
             with _float32():

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from dstrain.ranks import group
 from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Run, reworded, write_errors
 from dstrain.runs import trained
+from dstrain.runs.guide import Guide, load as load_guide
 from dstrain.systems.base import CHOICES, Request, System
 
 
@@ -48,7 +48,7 @@ class GenerateOptions:
     guidance_interval: tuple[float, float] | None = None
     spacing: str | None = None
     eta: float | None = None
-    guide: tuple[Path, float | str | None] | None = None       # a run that guides, and its EMA's decay, or raw
+    guide: Guide | None = None                 # another run, or other weights of this one, that guide
     invert: Path | None = None                 # pictures to carry to noise and draw again: a folder, or an .npz
     seed: int = 0                              # picture i is a function of seed + i alone
     ema: float | None = None                   # decay; None: the run's choice
@@ -90,11 +90,11 @@ def generate(options: GenerateOptions) -> Path:
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _length(options, run, system)
     images = _begin(options, first, then, clip)
-    guide = options.guide and _guide(options, run, system)
     dtype = dtype_of(options.precision)
+    guide = options.guide and load_guide(options.guide, system, _guidance_scale(options, run), dtype)
     runs = [_load(*first, dtype, options.step, options.ema, options.raw), *(_load(*later, dtype) for later in then)]
     if guide:
-        runs[0].networks["guide"] = _load(*guide[0], dtype, **guide[1]).networks["denoiser"]
+        runs[0].networks["guide"] = guide
     scenes = _later_scenes(options, run, system)
     request, captions = _request(options, run, system, images, clip, sampler)
     out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
@@ -102,17 +102,6 @@ def generate(options: GenerateOptions) -> Path:
         _write(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
-
-
-def _guide(options: GenerateOptions, run: Run, system: System) -> tuple[Opened, dict[str, Any]]:
-    """The run that guides, and which of its weights. ConfigError: it cannot guide this system, or guidance is off."""
-    folder, weights = options.guide
-    if _guidance_scale(options, run) == 1:
-        raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
-    guide = _open(folder)
-    with reworded(f"--guide {folder}: "):
-        system.require_guide(guide[2])
-    return guide, {"raw": True} if weights == "raw" else {"ema": weights}
 
 
 def _guidance_scale(options: GenerateOptions, run: Run) -> float:
@@ -183,7 +172,8 @@ def _length(options: GenerateOptions, run: Run, system: System) -> Length | None
         raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
     if options.scenes is not None and (options.prompts or options.labels):
         raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
-    clip = length(system, options.num_frames or run.samples.num_frames, options.prime_frames)
+    clip = length(system, options.num_frames or run.samples.num_frames, options.prime_frames,
+                  options.scenes is not None)
     if going_on and clip.primed >= clip.frames:
         raise ConfigError(f"{used[0]}: clips of {clip.frames} frames have no room for more; raise --num-frames")
     return clip
@@ -220,7 +210,10 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
         _require_chain(before, later)
     if options.embeddings is not None:
         return read_embeddings(options.embeddings)
-    return None if options.low_res is None else read_pictures(options.low_res, run.data.channels)
+    if options.low_res is None:
+        return None
+    with reworded("--low-res "):
+        return read_pictures(options.low_res, run.data.channels)
 
 
 def _require_chain(before: Opened, after: Opened) -> None:
@@ -251,7 +244,8 @@ def _pictures_to_invert(options: GenerateOptions, run: Run, system: System) -> T
                           "it out")
     if options.low_res is not None or options.then or options.size:
         raise ConfigError("--invert draws the pictures of one run again: leave out --low-res, --then and --size")
-    images = read_pictures(options.invert, run.data.channels)
+    with reworded("--invert "):
+        images = read_pictures(options.invert, run.data.channels)
     if images.shape[2:] != (run.data.image_size,) * 2:
         raise ConfigError(f"--invert {options.invert}: pictures of {images.shape[3]} x {images.shape[2]} pixels; "
                           f"{options.folder} draws {run.data.image_size} x {run.data.image_size}: bring them to that "
@@ -299,7 +293,8 @@ def _rounds(runs: list[ReadyRun], options: GenerateOptions, request: Request, sc
     for numbers, samples in draw(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes:
-            samples = go_on(first.system, first.networks, samples, seeds, scenes, clip.primed, request, chunk)
+            samples = go_on(first.system, samples, seeds, scenes, clip.primed, request,
+                            lambda scene: draw_all(first.system, first.networks, scene, chunk))
         for later, labels in zip(then, shared):
             choice = later.run.samples
             # Other seeds than the first run's: its pictures were made of that noise.

@@ -98,6 +98,9 @@ def _opened(options: PackOptions) -> tuple[Layout, Index]:
     if data.path.startswith("builtin:") or data.mixture:
         raise ConfigError(f"{data.path}: what is built in is not packed; name a folder or a file of data" if
                           not data.mixture else "data.mixture: pack its sources one by one, and mix what was packed")
+    if "://" not in data.path and Path(data.path).resolve() in (out := options.out.resolve(), *out.parents):
+        raise ConfigError(f"--out {options.out} lies in {data.path}, where the shards would count as data: name a "
+                          "folder beside it")
     clips = not options.images and (data.num_frames is not None or holds_videos(data.path))
     return index_of(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 

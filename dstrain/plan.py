@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.costs.advice import Case, advice, search
+from dstrain.costs.advice import Case, advice, more_gpus, search
 from dstrain.costs.calibration import Measured, rates
 from dstrain.costs.chips import chip
 from dstrain.costs.count import count
@@ -26,6 +26,8 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
     ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
     """
     device = chip(gpu)
+    if network is not None and device.name is None:
+        raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
     resolve(ds_config, run, world, "cuda")                   # complaints that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device)
@@ -48,7 +50,7 @@ def first_stage_may_be_away(run: Run) -> Iterator[None]:
 def plan(case: Case, json: bool = False) -> str:
     """The costs of a run; where it does not fit, also the smallest change with which it does."""
     estimate = case.estimate()
-    change = None if estimate.fits else advice(estimate, case)
+    change = None if estimate.fits else advice(estimate, case) or more_gpus(case)
     if json:
         advised = None if change is None else change.figures() | {"changes": changes(estimate, change)}
         return as_json(estimate.figures() | ({} if estimate.fits else {"advice": advised}))
@@ -181,7 +183,8 @@ def _verdict(estimate: Estimate) -> list[str]:
 
 def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
     if change is None:
-        return ["no micro-batch, recomputation, stage and offload makes it fit: take more GPUs, or larger ones"]
+        return ["no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
+                f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"]
     words = [_word(name, value) for name, value in changes(estimate, change).items()]
     speed = f", {_span(change.time.total)} a step" if change.time else ""
     return [f"with {', '.join(words)} it fits: {held(change)}{speed}"]
@@ -189,6 +192,8 @@ def _advice(estimate: Estimate, change: Estimate | None) -> list[str]:
 
 def _word(name: str, value: Any) -> str:
     """A choice as a user writes it: for the command line, or for the JSON."""
+    if name == "world":
+        return f"--world {value}"
     if not name.startswith("zero_optimization."):
         return f"{name}={value}"
     key = name.removeprefix("zero_optimization.")

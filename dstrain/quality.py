@@ -8,103 +8,32 @@ import json
 import math
 import platform
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dstrain import __version__, systems
 from dstrain.data.built_in import built_in
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
-from dstrain.drawing.requests import make_request, of_all
-from dstrain.drawing.sampling import draw_own
-from dstrain.encoders.precision import Precision, computing, dtype_of, require
+from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.engine.manifest import manifest
-from dstrain.metrics import reference, table
+from dstrain.metrics import reference, stories, table
+from dstrain.metrics.drawn import SAMPLING, Drawn, QualityOptions, Stories
+from dstrain.metrics.features import open_features
 from dstrain.metrics.network import Features
-from dstrain.metrics.images import Batch, Images, Sourced, open_set
-from dstrain.metrics.statistics import KEPT, Statistics
+from dstrain.metrics.images import Images, Sourced, open_set
+from dstrain.metrics.statistics import Statistics
 from dstrain.ranks import group
 from dstrain.ranks.bars import Bar
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import trained
-from dstrain.systems.base import CHOICES, System
+from dstrain.runs.guide import load as load_guide
 from dstrain.track import figures
-
-_SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
-_TEXTS = 1024                                     # prompts that are encoded at a time
-
-
-@dataclass(frozen=True)
-class QualityOptions:
-    """What to measure; None takes the run's own choice."""
-
-    metrics: tuple[str, ...]                      # names of metrics/table.py
-    features: tuple[str, ...] = ()                # networks, KIND:PATH
-    folder: Path | None = None                    # of the run
-    images: Path | None = None                    # measured instead of what a run draws
-    reference: Path | None = None                 # statistics or images; None: the run's own data
-    write_reference: Path | None = None           # statistics of `images`, or of the run's data, go here
-    split: str | None = None                      # of the run's data: train (None), held_out or test
-    num: int | None = None                        # images to draw, or evenly spaced ones of the data
-    kept: int = KEPT                              # features that kid, pr and dc compare
-    labels: tuple[int, ...] | None = None         # as in generate.py, like all that follow
-    prompts: tuple[str, ...] | None = None
-    num_steps: int | None = None
-    sampler: str | None = None
-    guidance_scale: float | None = None
-    guidance_rescale: float | None = None
-    guidance_interval: tuple[float, float] | None = None
-    spacing: str | None = None
-    eta: float | None = None
-    seed: int = 0
-    ema: float | None = None
-    raw: bool = False
-    step: int | None = None
-    batch: int = 32                               # images of one rank at a time
-    precision: Precision = "fp32"                 # of the drawing networks; features are always fp32
-    out: Path | None = None                       # None: FOLDER/evaluation
-
-
-class Drawn(Images):
-    """What a run draws, each rank its own share."""
-
-    def __init__(self, options: QualityOptions, run: Run, system: System, networks: dict[str, nn.Module]) -> None:
-        self.options, self.run, self.system, self.networks = options, run, system, networks
-        self.num = options.num or 50_000
-        self.samples = of_all(run.samples, run.data, system)
-        self.captions = self.prompts = (options.prompts if options.prompts or options.labels else
-                                        self.samples.prompts)
-
-    def __len__(self) -> int:
-        return self.num
-
-    def batches(self, size: int) -> Iterator[Batch]:
-        options, size = self.options, min(size, self.num)
-        # Vectors of texts are large, so that not all samples are asked for at once; the ranks' turns stay the same.
-        share = self.num if self.prompts is None else -(-_TEXTS // (size * group.world())) * size * group.world()
-        for begin in range(0, self.num, share):
-            count = min(share, self.num - begin)
-            prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
-            request, captions = make_request(
-                self.samples, self.system, count, options.seed + begin, labels=options.labels, prompts=prompts,
-                sampler=options.sampler, **{name: getattr(options, name) for name in _SAMPLING})
-            labels = request.conditions.get("label")
-            for numbers, images in draw_own(self.system, self.networks, request, size):
-                numbers = numbers[numbers < count]
-                images = images[:len(numbers)]
-                if images.dtype != torch.uint8:
-                    raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: measure it "
-                                      "without --metrics")
-                if len(numbers):
-                    yield Batch(begin + numbers, images[:, 0] if images.shape[1:2] == (1,) and images.ndim == 5
-                                else images, None if labels is None else labels[numbers],
-                                None if captions is None else [captions[number] for number in numbers.tolist()])
 
 
 def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
@@ -118,12 +47,23 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     out = options.out or (options.folder / "evaluation" if run else None)
     if out is not None:
         trained.require_writable(out)
-    networks = table.chosen_networks(options.metrics, options.features)
-    images, facts = _images(options, run)
-    known, place = _reference(options, run, networks)
-    with computing(options.precision):
-        measured = _collected(images, networks, options)
-    values = table.figures(networks, measured, known)
+    if options.metrics == ("scenes",):
+        networks, place, kept = {"scenes": open_features("builtin")}, None, {}
+        images, facts = _images(options, run)
+        with computing(options.precision):
+            values = stories.figures(images.sums(networks["scenes"]))
+    else:
+        networks = table.chosen_networks(options.metrics, options.features)
+        images, facts = _images(options, run)
+        compared = _reference(options, run, networks)
+        with computing(options.precision):
+            images = table.begun(images, networks, options.batch, options.kept)
+        known, place = compared.read(options), compared.place
+        with computing(options.precision):
+            measured = _collected(images, networks, options)
+        values = table.figures(networks, measured, known)
+        kept = {name: [len(side[network.name].kept) for side in (measured, known)]
+                for name, network in networks.items() if "kept" in table.METRICS[name].needs}
     result = {
         "run": run.name if run else options.images.name, "system": run and run.system, **facts,
         "samples": len(images), "samples_of_split": len(images), "num_steps": options.num_steps,
@@ -132,8 +72,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         "curves": {}, "timesteps": None, "quarters": {}, "nonfinite_samples": 0,
         "data": {"path": str(run.data.path if run else options.images), "unreadable": []}, "reference": place,
         "networks": {name: f"{network.name} {network.fingerprint}" for name, network in networks.items()},
-        "kept": {name: [len(side[network.name].kept) for side in (measured, known)]
-                 for name, network in networks.items() if "kept" in table.METRICS[name].needs},
+        "kept": kept,
         "precision": options.precision, "ranks": group.world(), "batch": options.batch,
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -174,17 +113,37 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     system = systems.build(run.system, run.model)
     if problem := system.cannot_draw():
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
-    if system.starts_from_data:
+    if system.takes_embeddings:
         raise ConfigError(f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
                           f"{options.folder}, and measure what it wrote with --images")
+    if system.draws_embeddings:
+        raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
+    source = _begin(options, run) if system.starts_from_data else None
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     checkpoint = trained.checkpoint(options.folder, options.step, options.ema)
     kinds = trained.kinds(system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw)
-    drawn = Drawn(options, run, system, trained.networks(system, checkpoint, kinds, dtype_of(options.precision)))
+    networks = trained.networks(system, checkpoint, kinds, dtype_of(options.precision))
+    kind = Stories if options.metrics == ("scenes",) else Drawn
+    drawn = kind(options, run, system, networks, source)
     choice = {name: getattr(drawn.samples, name) if getattr(options, name) is None else getattr(options, name)
-              for name in (*_SAMPLING, "labels")}
+              for name in (*SAMPLING, "labels")}
+    if isinstance(drawn, Stories):
+        choice["prime_frames"] = drawn.length.primed
+    if options.guide:
+        drawn.networks["guide"] = load_guide(options.guide, system, choice["guidance_scale"],
+                                             dtype_of(options.precision))
+        choice["guide"] = [*map(str, options.guide)]
     return drawn, {"step": manifest(checkpoint)["step"], "weights": kinds, "split": "drawn", "seed": options.seed,
-                   "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts)}}
+                   "sampling": choice | {"sampler": sampler, "prompts": drawn.prompts and len(drawn.prompts),
+                                         "low_res": source and source.describe()}}
+
+
+def _begin(options: QualityOptions, run: Run) -> Source:
+    """The images that super-resolution begins from: held-out ones, of the training set where none are held out."""
+    if options.labels is not None:
+        raise ConfigError(f"--labels: {options.folder} draws from images, which have labels of their own: leave it out")
+    train, unseen = open_sources(run.data, run=options.folder)
+    return Spread(train if unseen is None else unseen, options.num)
 
 
 def _own_data(options: QualityOptions, run: Run) -> Images:
@@ -199,17 +158,36 @@ def _own_data(options: QualityOptions, run: Run) -> Images:
     return Sourced(Spread(source, None if options.write_reference is None else options.num))
 
 
-def _reference(options: QualityOptions, run: Run | None,
-               networks: dict[str, Features]) -> tuple[dict[str, Statistics], str | None]:
-    """What the metrics compare with, and its name. Statistics that a file lacks are taken of its images."""
+@dataclass(frozen=True)
+class _Reference:
+    """What the metrics compare with, opened, not yet read: statistics of a file, and images for the rest."""
+
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    images: Images | None = None
+    networks: dict[str, Features] = field(default_factory=dict)     # of metrics whose statistics are taken of `images`
+    place: str | None = None                                        # its name; None: nothing is compared
+
+    def read(self, options: QualityOptions) -> dict[str, Statistics]:
+        """Statistics by name of their network; those of the file before those of the images."""
+        if self.images is None:
+            return self.statistics
+        statistics = dict(self.statistics)
+        for name, other in _collected(self.images, self.networks, options, compared=True).items():
+            mine = statistics.get(name, other)
+            statistics[name] = replace(other, mean=other.mean if mine.mean is None else mine.mean,
+                                       covariance=other.covariance if mine.covariance is None else mine.covariance)
+        return statistics
+
+
+def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Features]) -> _Reference:
+    """ConfigError: there is none, or it holds less than the metrics need."""
     path = options.reference
     if not any(table.METRICS[name].compares for name in networks):
-        return {}, None
+        return _Reference()
     if path is None:
         if run is None:
             raise ConfigError("--images A: name what it is compared with, --against B or --reference FILE")
-        return (_collected(_own_data(options, run), networks, options, compared=True),
-                f"{run.data.path}, {options.split or 'train'}")
+        return _Reference({}, _own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
     statistics = {}
     if path.suffix in reference.SUFFIXES and path.is_file():
         statistics = reference.read(path, {network.name: network for network in networks.values()}.values(),
@@ -218,13 +196,8 @@ def _reference(options: QualityOptions, run: Run | None,
     if lacking and not reference.has_images(path):
         raise ConfigError(f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
                           f"--metrics {','.join(lacking)}: give images, or write it with --write-reference")
-    if lacking:
-        images = _collected(open_set(path, "--reference"), {name: networks[name] for name in lacking}, options, True)
-        for name, other in images.items():
-            mine = statistics.get(name, other)
-            statistics[name] = replace(other, mean=other.mean if mine.mean is None else mine.mean,
-                                       covariance=other.covariance if mine.covariance is None else mine.covariance)
-    return statistics, str(path)
+    return _Reference(statistics, open_set(path, "--reference") if lacking else None,
+                      {name: networks[name] for name in lacking}, str(path))
 
 
 def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,

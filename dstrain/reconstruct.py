@@ -19,6 +19,7 @@ from dstrain.engine.fragment_files import COMMON, RECONSTRUCTED, shard_name
 from dstrain.engine.manifest import manifest
 from dstrain.engine.store import Store
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.runs import trained
 
@@ -110,6 +111,7 @@ def _made(store: Store, step: int, origin: dict[str, Any]) -> bool:
 def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]) -> None:
     need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
     folders = {}
+    phases().at(f"writing averages of step {last.step}")
     for width, store in stores.items():
         folders[width] = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
         if folders[width] is None:

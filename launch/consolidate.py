@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrain import consolidate                # not command.cli: it imports torch, which takes longer than all of this
+from dstrain.ranks.bars import Bar
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -86,10 +88,8 @@ def _order(argv: list[str] | None = None) -> consolidate.Order:
 
 def _bar(stack: ExitStack) -> Callable[[int], Callable[[int], Any]]:
     def begin(total: int) -> Callable[[int], Any]:
-        if not sys.stderr.isatty():
-            return lambda _: None
-        from tqdm import tqdm
-        return stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="verify, write")).update
+        bar = Bar("verifying and writing bytes", total=total, unit="B", unit_scale=True, desc="verify, write")
+        return stack.enter_context(bar).update
     return begin
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     """Parses the command line, consolidates and says what was written."""
     order = _order()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))              # by way of what removes half a folder
-    with ExitStack() as stack:
+    with phases(), ExitStack() as stack:
         done = consolidate.consolidate(order, _bar(stack))
     for part, entries in done.parts.items():
         name = f"{part} " if part else ""

@@ -28,7 +28,8 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
 
 of pictures:
   --metrics NAMES       fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data;
-                        retrieval, of pictures with captions (--features clip:FOLDER; of built-in emoji none)
+                        retrieval, of pictures with captions (--features clip:FOLDER; of built-in emoji none); or
+                        scenes: random stories of four scenes (250), of a run on the built-in clips (launch/scenes.md)
   --features KIND:PATH  inception, pytorch-fid, clean-fid, torchscript, i3d (a file), dinov2, clip, videomae (a folder);
                         may be given again
   --reference PATH      statistics (.npz of ADM, EDM, clean-fid or --write-reference; .pkl of EDM2) or images: a folder,
@@ -37,7 +38,7 @@ of pictures:
   --write-reference OUT.npz   only writes the statistics of RUN's data, or of --images A
   --kept N              features of each set that kid, pr and dc compare (10000)
   --labels 3,5,5 | --prompts FILE, --seed S, --sampler NAME, --guidance-scale S, --guidance-interval LO,HI,
-  --guidance-rescale F, --spacing NAME, --eta E    as in launch/generate.py
+  --guidance-rescale F, --guide RUN, --spacing NAME, --eta E; --prime-frames K, of scenes    as in launch/generate.py
 
 The same question again replaces its own files. A chain of T timesteps calls the network T times for each image.
 
@@ -47,9 +48,10 @@ examples:
       --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5 --batch 64
 """
 _OF_METRICS = ("features", "reference", "images", "against", "write_reference", "kept", "labels", "prompts", "sampler",
-               "guidance_scale", "spacing", "eta", "guidance_interval", "guidance_rescale", "seed")
+               "guidance_scale", "spacing", "eta", "guidance_interval", "guidance_rescale", "guide", "seed",
+               "prime_frames")
 _OF_DRAWING = ("num_steps", "ema", "raw", "step", "labels", "prompts", "sampler", "guidance_scale", "spacing", "eta",
-               "guidance_interval", "guidance_rescale", "seed")
+               "guidance_interval", "guidance_rescale", "guide", "seed", "prime_frames")
 # Words whose option has another name.
 _TYPED = {"num": "num-samples", "num_steps": "steps", "step": "checkpoint", "reference": "reference (--against)"}
 
@@ -76,7 +78,9 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--labels", type=arguments.labels)
     parser.add_argument("--prompts", type=arguments.lines)
     parser.add_sampling()
+    parser.add_argument("--guide", type=arguments.guide)
     parser.add_argument("--seed", type=arguments.count)
+    parser.add_argument("--prime-frames", "--prime_frames", type=arguments.positive)
     words = parser.words(argv)
     if words["folder"] is None and words["images"] is None:
         raise ConfigError("name the folder of a run, for example: launch/evaluate.py runs/dit-small")
@@ -100,9 +104,26 @@ def _of_metrics(words: dict, metrics: dict):
             raise ConfigError("--against B goes with --images A, and is another word for --reference: give one")
         metrics["reference"] = metrics.pop("against")
     _refuse_unused(words | metrics)
+    _refuse_beside_scenes(words | metrics)
     metrics["features"] = tuple(metrics.get("features", ()))
     from dstrain.quality import QualityOptions
     return QualityOptions(**words, **metrics)
+
+
+def _refuse_beside_scenes(words: dict) -> None:
+    """ConfigError: stories beside what is no part of them, or their option without them."""
+    if "scenes" not in words["metrics"]:
+        if "prime_frames" in words:
+            raise ConfigError("--prime-frames is of --metrics scenes: leave it out")
+        return
+    if len(words["metrics"]) > 1:
+        raise ConfigError("--metrics scenes draws stories, and all other metrics are of single clips or pictures: ask "
+                          "for it alone")
+    for name in ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts"):
+        if words.get(name) is not None:
+            option = _TYPED.get(name, name.replace("_", "-"))
+            raise ConfigError(f"--{option} changes nothing beside --metrics scenes, which tells its own stories by a "
+                              "run: leave it out")
 
 
 def _refuse_unused(words: dict) -> None:

@@ -37,7 +37,8 @@ usage:  [deepspeed] launch/generate.py RUN [options]
 of diffusion and flow matching, explained in launch/samplers.md:
   --spacing NAME        of timesteps: leading, trailing, linspace or karras (the sampler's); --eta E: its noise
   --guidance-interval LO,HI    where guidance acts: noise levels sigma / alpha (all); --guidance-rescale F (0)
-  --guide RUN[:EMA]     a weaker run that guides instead of the missing label, by its average of decay EMA, or raw
+  --guide RUN[@STEP][:EMA]    a weaker run, or an earlier checkpoint of RUN, that guides instead of the missing label,
+                        by its average of decay or width EMA, or raw
   --invert PATH         pictures that are carried to noise and drawn again: a folder, or an .npz
 
 of videos:
@@ -45,7 +46,7 @@ of videos:
   --num-frames N        of a clip, or of a scene, those included that are given (the run's samples.num_frames)
   --scenes FILE         texts, one a line: one long clip for each sample, scene after scene
   --prime PATH          clips or pictures to go on from: a file, a folder, or the .npz of an earlier one
-  --prime-frames K      that are given, or that a scene takes over from the one before (1 + temporal patch)
+  --prime-frames K      that are given (1 + temporal patch), or that a scene takes over from the one before (1)
   --format gif,mp4      of the files (both); --fps N (10)
 
 examples:
@@ -73,7 +74,7 @@ def _options(argv: list[str] | None = None):
     parser.add_argument("--size", type=arguments.size)
     parser.add_argument("--steps", type=arguments.positive, dest="num_steps")
     parser.add_sampling()
-    parser.add_argument("--guide", type=arguments.weights)
+    parser.add_argument("--guide", type=arguments.guide)
     parser.add_argument("--invert", type=Path)
     parser.add_weights()
     parser.add_precision()

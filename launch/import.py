@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.recipe import ConfigError
 
 _HELP = """\
 Makes a run's folder of weights from elsewhere, which is then drawn from, evaluated, encoded with or exported as one
@@ -37,7 +39,8 @@ def _options(argv: list[str] | None = None):
     for value, option in ((weights, "the file or folder of weights"), (words["recipe"], "the recipe: --recipe RECIPE"),
                           (words["out"], "the folder to write: --out RUN")):
         if value is None:
-            raise cli.ConfigError(f"name {option}; --help shows how")
+            raise ConfigError(f"name {option}; --help shows how")
+    from dstrain.command import cli
     run = cli.load_recipe(words["recipe"], Path(__file__).resolve().parents[1], overrides)
     from dstrain.adopt import AdoptOptions
     return AdoptOptions(Path(os.path.expanduser(weights)), run, words["out"])
@@ -52,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

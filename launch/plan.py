@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from dstrain.command import arguments, cli
+from dstrain.command import arguments
+from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
+from dstrain.ranks.phases import phases
 
 _HELP = """\
 Says what a run will take: bytes on each rank, traffic, operations, time, energy; and what makes it fit.
@@ -47,8 +49,12 @@ def _options(argv: list[str] | None = None) -> dict:
 
 def main() -> None:
     options = _options()
+    phases().at("importing torch")
+    from dstrain.command import cli
+    phases().at("checking the recipe")
     run, ds_config = cli.load_case(options["recipe"], options["ds_config"], Path(__file__).resolve().parents[1],
                                    options["overrides"])
+    phases().at("importing what counts")
     from dstrain import plan
     if options["calibrate"]:
         print(plan.calibrated(run, ds_config, options["json"]))
@@ -59,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dstrain.command import arguments, ending      # not cli, which imports torch: that takes seconds
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError
 from dstrain.report import page
 
@@ -32,5 +33,11 @@ def _options(argv: list[str] | None = None) -> tuple[list[Path], Path]:
     return words["runs"], words["out"] or (words["runs"][0] if alone else Path()) / "report.html"
 
 
+def main() -> None:
+    runs, out = _options()
+    phases().at("reading runs and drawing the page")
+    print(page.write(runs, out))
+
+
 if __name__ == "__main__":
-    ending.run_main(lambda: print(page.write(*_options())))
+    ending.run_main(main)

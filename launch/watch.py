@@ -15,9 +15,10 @@ usage:  python launch/watch.py FOLDER [FOLDER ...] [options]
   --seconds S   how often (5)
   --json        a JSON list; with --follow one line each time
 
-running    a training holds the folder     stopped   it saved and ended before its last step
-complete   the last step is done           dead      it ended without a word, or with the error
-imported   published weights                         below the table
+beginning  held, and no report yet         stopped   it saved and ended before its last step
+running    a training holds the folder     dead      it ended without a word, or with the error
+complete   the last step is done                     below the table
+imported   published weights
 """
 
 

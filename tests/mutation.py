@@ -55,10 +55,11 @@ TESTS = {
     "dstrain/engine/__init__.py": ["tests/engine/test_start.py"],
     "dstrain/engine/start.py": ["tests/engine/test_start.py"],
     "dstrain/engine/activations.py": ["tests/engine/test_activations.py"],
-    "dstrain/engine/allocation.py": ["tests/engine/test_start_memory.py", "tests/engine/test_initial.py",
+    "dstrain/engine/allocation.py": ["tests/engine/test_allocation.py", "tests/engine/test_start_memory.py",
                                      "tests/engine/test_engines.py"],
     "dstrain/engine/blocks.py": ["tests/engine/test_blocks.py", "tests/engine/test_engine_rules.py"],
-    "dstrain/engine/optimizers.py": ["tests/engine/test_optimizers.py", "tests/engine/test_masters.py"],
+    "dstrain/engine/optimizers.py": ["tests/engine/test_optimizer_rules.py", "tests/engine/test_optimizers.py",
+                                     "tests/engine/test_masters.py"],
     "dstrain/engine/updates.py": ["tests/engine/test_masters.py", "tests/engine/test_nonfinite.py",
                                   "tests/engine/test_accumulation.py", "tests/engine/test_step_counts.py",
                                   "tests/engine/test_engines.py"],
@@ -71,27 +72,29 @@ TESTS = {
     "dstrain/engine/seals.py": ["tests/engine/test_store.py"],
     "dstrain/engine/course.py": ["tests/engine/test_course.py", "tests/engine/test_checkpoint.py"],
     "dstrain/engine/engines.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
-                                  "tests/engine/test_initial.py", "tests/engine/test_engines.py"],
+                                  "tests/engine/test_initial.py", "tests/engine/test_engines.py",
+                                  "tests/engine/test_start_memory.py"],
     "dstrain/engine/masters.py": ["tests/engine/test_masters.py", "tests/engine/test_engine_rules.py",
                                   "tests/engine/test_engines.py", "tests/engine/test_elastic.py"],
     "dstrain/engine/nonfinite.py": ["tests/engine/test_nonfinite.py", "tests/engine/test_masters.py",
                                     "tests/engine/test_checkpoint.py", "tests/engine/test_checkpoint_files.py"],
     "dstrain/engine/ema.py": ["tests/engine/test_ema.py"],
     "dstrain/engine/averages.py": ["tests/engine/test_averages.py"],
-    "dstrain/engine/combine.py": ["tests/engine/test_contents.py", "tests/engine/test_averages.py",
-                                  "tests/test_reconstruct.py"],
-    "dstrain/engine/profiles.py": ["tests/engine/test_profiles.py", "tests/engine/test_averages.py"],
+    "dstrain/engine/combine.py": ["tests/engine/test_combine.py", "tests/engine/test_contents.py"],
+    "dstrain/engine/profiles.py": ["tests/engine/test_profiles.py", "tests/engine/test_combine.py"],
     "dstrain/engine/holdings.py": ["tests/costs/test_costs.py"],
-    "dstrain/engine/pretended.py": ["tests/costs/test_costs.py"],
-    "dstrain/engine/initial.py": ["tests/engine/test_initial.py"],
+    "dstrain/engine/pretended.py": ["tests/costs/test_pretended.py", "tests/costs/test_costs.py"],
+    "dstrain/engine/initial.py": ["tests/engine/test_initial.py", "tests/engine/test_allocation.py"],
     "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
     "dstrain/engine/channels_last.py": ["tests/systems/iddpm/test_network.py"],
     "dstrain/engine/streams.py": ["tests/engine/test_index.py", "tests/engine/test_torch_files.py",
-                                  "tests/test_consolidate.py"],
+                                  "tests/engine/test_fragments.py", "tests/test_consolidate.py"],
     "dstrain/engine/torch_files.py": ["tests/engine/test_torch_files.py", "tests/test_consolidate.py"],
-    "dstrain/engine/deepspeed_files.py": ["tests/test_consolidate.py", "tests/engine/test_deepspeed_files.py"],
-    "dstrain/engine/fragments.py": ["tests/engine/test_index.py", "tests/engine/test_fragments.py"],
+    "dstrain/engine/deepspeed_files.py": ["tests/engine/test_deepspeed_layouts.py", "tests/test_consolidate.py",
+                                          "tests/engine/test_deepspeed_files.py"],
+    "dstrain/engine/fragments.py": ["tests/engine/test_index.py", "tests/engine/test_fragments.py",
+                                    "tests/engine/test_fragment_index.py"],
     "dstrain/engine/fragment_files.py": ["tests/engine/test_index.py", "tests/engine/test_fragments.py",
                                          "tests/test_consolidate.py"],
     "dstrain/engine/snapshot.py": ["tests/engine/test_saver.py"],
@@ -107,6 +110,7 @@ SWAPS: dict[type, type] = {
     ast.BitXor: ast.BitAnd, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
     ast.Or: ast.And}
+SYMMETRIC = {"min", "max", "np.minimum", "np.maximum", "np.outer"}     # whose arguments are not exchanged
 
 
 class Mutant(NamedTuple):
@@ -143,7 +147,8 @@ def changes_of(node: ast.AST) -> Iterator[ast.AST]:
             yield with_(test=ast.UnaryOp(ast.Not(), node.test))
         case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
             yield with_(value=ast.Constant(None))
-        case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
+        case ast.Call(args=[first, second, *rest]) if not (isinstance(first, ast.Starred)
+                                                           or ast.unparse(node.func) in SYMMETRIC):
             yield with_(args=[second, first, *rest])
         case ast.Slice(lower=lower, upper=upper):
             for name, bound in (("lower", lower), ("upper", upper)):

@@ -148,10 +148,12 @@ def begun(tmp_path, name, *words):
     return written, nets
 
 
-@pytest.mark.parametrize("name, words, kind", [
-    ("tiny", DIT, "DiTTransformer2DModel"), ("tiny-iddpm", ["samples.ema=0.9"], "UNet2DModel"),
-    ("tiny-prior", ["model.self_cond=false"], "PriorTransformer")])
-def test_an_export_and_its_card(tmp_path, name, words, kind):
+@pytest.mark.parametrize("name, words, kind, own", [
+    ("tiny", [*DIT, "samples.num_steps=7", "samples.guidance_scale=3", "samples.guidance_interval=[0.2, 5]"],
+     "DiTTransformer2DModel", "7 steps, guidance_scale=3, guidance_interval=(0.2, 5.0)"),
+    ("tiny-iddpm", ["samples.ema=0.9", "samples.num_steps=7"], "UNet2DModel", "7 steps"),
+    ("tiny-prior", ["model.self_cond=false"], "PriorTransformer", "")])
+def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and
     init_from, which takes the export for the weights bit for bit.
     """
@@ -172,6 +174,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind):
     assert (out / "samples.png").read_bytes() == (folder / "samples" / "step_00000120.png").read_bytes()
     code = card.split("```python\n")[1].split("```")[0]
     assert facts["Difference"].count("(code)") == 1 and "This code was run on this folder" in card
+    assert card.count(f"The run's own pictures take {own}.") == bool(own)
     writer = importlib.import_module(f"dstrain.systems.{run.system}.to_diffusers")
     system = systems.build(run.system, run.model)
     first = next(iter(system.parts))

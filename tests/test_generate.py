@@ -79,6 +79,9 @@ def test_no_pictures(tmp_path, content):
     np.savez(path, arr_0=np.zeros((3, 4), np.float32))
     with pytest.raises(ValueError, match="pictures are uint8"):
         read_pictures(path, 3)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no pictures"):
+        read_pictures(tmp_path / "empty", 3)
 
 
 PHENAKI = {"token_shape": [3, 2, 2], "codebook_size": 64, "dim": 16, "depth": 1, "heads": 2, "dim_head": 8,
@@ -160,18 +163,18 @@ def test_guide(tiny, tmp_path):
     """Oracle: a run that is guided by itself draws as without guidance; another system is refused."""
     words = {"num": 3, "num_steps": 3, "sampler": "dpm++", "pngs": False}
     plain = generate(GenerateOptions(tiny, guidance_scale=1.0, out=tmp_path / "plain", **words))
-    guided = generate(GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9), out=tmp_path / "guided", **words))
+    guided = generate(GenerateOptions(tiny, guidance_scale=3.0, guide=(tiny, 0.9, None), out=tmp_path / "guided", **words))
     assert np.abs(drawn(plain) - drawn(guided)).max() <= 1
     run = recipe.load(tiny / "run.yaml")
     other = tmp_path / "other"
     other.mkdir()
     (other / "run.yaml").write_text(recipe.dump(run.model_copy(update={"model": run.model | {"objective": "flow"}})))
     with pytest.raises(ConfigError, match="--guide .*other: model.diffusion differs"):
-        generate(GenerateOptions(tiny, guide=(other, None), **words))
+        generate(GenerateOptions(tiny, guide=(other, None, None), **words))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
-        generate(GenerateOptions(tiny, guide=(tiny, None), guidance_scale=1.0, **words))
+        generate(GenerateOptions(tiny, guide=(tiny, None, None), guidance_scale=1.0, **words))
     assert run.samples.guidance_scale != 1
     given = tmp_path / "given.npz"
     np.savez(given, np.zeros((1, 32, 32, 1), np.uint8))
     with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):           # which --invert takes unless told
-        generate(GenerateOptions(tiny, guide=(tiny, None), invert=given, **words | {"sampler": "ddim"}))
+        generate(GenerateOptions(tiny, guide=(tiny, None, None), invert=given, **words | {"sampler": "ddim"}))

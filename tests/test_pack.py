@@ -223,12 +223,15 @@ def test_pixels_become_png(tmp_path, monkeypatch):
 def test_what_is_refused(tmp_path):
     """Oracle: the contract: foreign folders, other data, unfinished and damaged shards are named, with the remedy."""
     root, out = folder(tmp_path / "data", 2, 20), tmp_path / "out"
-    for path, message in ((root, "holds c0, c1, which launch/pack.py has not written"), (tmp_path, "holds data")):
+    for path, message in ((root, "lies in .*data, where the shards would count"), (tmp_path, "holds data, which")):
         with pytest.raises(ConfigError, match=message):
             packed(root, path)
     with pytest.raises(ConfigError, match="what is built in is not packed"):
         packed("builtin:fashion", out)
     index = packed(root, out)
+    for entry in ({"labels": "prefix"}, {"class_list": "names.txt"}):
+        with pytest.raises(ConfigError, match=rf"keeps the labels .* data.{next(iter(entry))} is of no use here"):
+            open_images(out, 32, request=Request(SUFFIXES, **entry))
     with pytest.raises(ConfigError, match="holds other shards: shard_bytes 30000 there, 50000 here"):
         packed(root, out, shard_bytes=50_000)
     (root / "c0" / "000.png").write_bytes((root / "c0" / "001.png").read_bytes())

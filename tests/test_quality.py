@@ -9,15 +9,20 @@ import torch
 
 from dstrain import quality as module
 from dstrain import recipe, systems
+from dstrain.data.sources import open_sources
+from dstrain.data.spread import Spread
 from dstrain.generate import GenerateOptions, generate
+from dstrain.metrics import drawn
+from dstrain.metrics.features import open_features
 from dstrain.metrics.images import open_set
 from dstrain.quality import Drawn, QualityOptions, quality, report, write_reference
 from dstrain.recipe import ConfigError
 from dstrain.report.record import _evaluations
 from dstrain.runs import trained
-from tests.metrics.oracles import arrays, detector, noise
-from tests.support import checkpoints, counting, gloo
+from tests.metrics.oracles import VideoDetector, arrays, detector, noise, seeded_inception
+from tests.support import checkpoints, counting, gloo, towers
 from tests.support.launch import ROOT, here
+from tests.test_export import begun
 
 NUM = 21
 METRICS = ("fid", "kid", "pr", "dc")
@@ -68,6 +73,92 @@ def test_a_run(run, words, tmp_path):
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
 
 
+def test_super_resolution(words, tmp_path, monkeypatch):
+    """Oracle: the same metrics of what generate makes of the held-out images with their labels; two ranks; slices."""
+    run = recipe.load(ROOT / "tests/launch/tiny-iddpm.yaml",
+                      ["model.small_size=8", "samples.ema=0.9", "ema.decays=[0.9]"])
+    run = recipe.check(run, systems.config_class("iddpm"))
+    folder = checkpoints.write(tmp_path / "run", run, systems.build("iddpm", run.model).networks())
+    unseen = Spread(open_sources(run.data)[1], NUM)
+    images, _ = unseen.read_batch(torch.arange(NUM))
+    generated = generate(GenerateOptions(folder, NUM, labels=tuple(images["label"].tolist()), seed=5,
+                                         out=tmp_path / "drawn", low_res=arrays(tmp_path / "a.npz", images["image"])))
+    of_files = quality(QualityOptions(METRICS, (words,), images=generated,
+                                      reference=arrays(tmp_path / "all.npz", all_of(open_sources(run.data)[1]))))[1]
+    monkeypatch.setattr(drawn, "_REQUESTED", 8)
+    result = quality(QualityOptions(METRICS, (words,), folder, num=NUM, seed=5, batch=4, split="held_out"))[1]
+    assert result["figures"] == pytest.approx(of_files["figures"], rel=1e-6)
+    assert result["sampling"]["low_res"].startswith("21 of")
+    for figures in gloo.run(tmp_path, work, folder, words, tmp_path / "two"):
+        assert figures == pytest.approx(result["figures"], rel=1e-6)
+    with pytest.raises(ConfigError, match="--labels: .* draws from images"):
+        quality(QualityOptions(METRICS, (words,), folder, labels=(3,)))
+
+
+@pytest.fixture(scope="module")
+def drawn_files(run, tmp_path_factory) -> tuple[Path, Path]:
+    """A folder of PNGs that generate wrote, and seeded weights of Inception."""
+    folder = tmp_path_factory.mktemp("files")
+    generated = generate(GenerateOptions(run, 12, seed=5, batch=4, out=folder / "drawn", ema=0.9))
+    return generated / "samples", seeded_inception(folder / "pt_inception.pth")
+
+
+def statistics_of(folder: Path, kind: str, weights: Path, out: Path) -> tuple[np.ndarray, np.ndarray]:
+    write_reference(QualityOptions(("fid",), (f"{kind}:{weights}",), images=folder, write_reference=out))
+    with np.load(out) as file:
+        return file[f"{kind}.mu"], file[f"{kind}.sigma"]
+
+
+def test_pytorch_fid_reads_what_generate_writes(drawn_files, tmp_path, monkeypatch):
+    """Oracle: pytorch-fid's own mean and covariance of that folder, with the same weights."""
+    folder, weights = drawn_files
+    theirs, inception = (pytest.importorskip(f"pytorch_fid.{name}") for name in ("fid_score", "inception"))
+    monkeypatch.setattr(inception, "load_state_dict_from_url", lambda *_, **__: torch.load(weights, weights_only=True))
+    expected = theirs.compute_statistics_of_path(str(folder), inception.InceptionV3([3]), 4, 2048, "cpu", num_workers=0)
+    for ours, other in zip(statistics_of(folder, "pytorch-fid", weights, tmp_path / "ours.npz"), expected):
+        assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+
+
+def test_clean_fid_reads_what_generate_writes(drawn_files, tmp_path):
+    """Oracle: clean-fid's own reading and resizing of that folder, with our network, since it fetches its weights."""
+    folder, weights = drawn_files
+    theirs = pytest.importorskip("cleanfid.fid")
+    network = open_features(f"clean-fid:{weights}")._network
+    features = theirs.get_folder_features(str(folder), lambda batch: network(batch / 128 - 1), num_workers=0,
+                                          device=torch.device("cpu"), mode="clean", verbose=False)
+    expected = features.astype(np.float64).mean(0), np.cov(features.astype(np.float64), rowvar=False)
+    for ours, other in zip(statistics_of(folder, "clean-fid", weights, tmp_path / "ours.npz"), expected):
+        assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+
+
+def test_torch_fidelity_reads_what_generate_writes(drawn_files):
+    """Oracle: torch-fidelity's own Inception Score of that folder, with the same weights."""
+    folder, weights = drawn_files
+    theirs = pytest.importorskip("torch_fidelity")
+    expected = theirs.calculate_metrics(input1=str(folder), isc=True, feature_extractor="inception-v3-compat",
+                                        feature_extractor_weights_path=str(weights), cuda=False, batch_size=4,
+                                        verbose=False, samples_find_deep=False)
+    figures = quality(QualityOptions(("is",), (f"inception:{weights}",), images=folder))[1]["figures"]
+    assert figures["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-4)
+
+
+def all_of(source) -> torch.Tensor:
+    return source.read_batch(torch.arange(len(source)))[0]["image"]
+
+
+def test_a_guide(run, words, tmp_path):
+    """Oracle: a run that is guided by itself draws as without guidance, to rounding; no guidance leaves none to do."""
+    common = {"features": (words,), "folder": run, "num": NUM, "batch": 7, "out": tmp_path, "split": "held_out"}
+    plain = quality(QualityOptions(("fid",), guidance_scale=1.0, **common))[1]
+    guided = quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, 0.9, 7), **common))[1]
+    assert guided["figures"] == pytest.approx(plain["figures"], rel=1e-3)
+    assert guided["sampling"]["guide"] == [str(run), "0.9", "7"]
+    with pytest.raises(ConfigError, match="--guide .*holds no checkpoint of that step"):
+        quality(QualityOptions(("fid",), guidance_scale=3.0, guide=(run, None, 8), **common))
+    with pytest.raises(ConfigError, match="--guide .*scale 1 is none"):
+        quality(QualityOptions(("fid",), guidance_scale=1.0, guide=(run, None, None), **common))
+
+
 def test_clips_are_no_images(tmp_path, words, monkeypatch):
     """Oracle: a message that says which of both the network takes."""
     counting.register(monkeypatch)
@@ -75,6 +166,40 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     with pytest.raises(ConfigError, match="torchscript: it takes images, and these are clips"):
         quality(QualityOptions(("fid",), (words,), counting.folder(tmp_path / "run"), num=4, out=tmp_path / "out",
                                reference=arrays(tmp_path / "n.npz", noise(9))))
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"num_steps": 5000}, "num_steps: 5000 is not between 1 and the"),
+    ({"labels": (77,)}, "labels: .77. are not among"),
+    ({"num": 1}, "give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
+    ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
+    ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
+    ({"reference": Path("nowhere")}, "--reference nowhere: there is no such"),
+    ({"folder": None, "images": "mine", "metrics": ("fid", "clip_score")}, "clip_score needs captions"),
+    ({"folder": None, "images": "mine", "metrics": ("fid", "fvd")}, "i3d: it takes clips, and these are images")])
+def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch, options, message):
+    """Oracle: the message; a reference that cannot be read any further than it must be to be opened."""
+    def unread(*_):
+        raise AssertionError("the reference was read")
+
+    towers.clip(tmp_path / "clip")
+    others = {"clip_score": f"clip:{tmp_path / 'clip'}",
+              "fvd": f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"}
+    features = (words, *(others[name] for name in options.get("metrics", ()) if name in others))
+    if "images" in options:
+        options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
+    monkeypatch.setattr(module._Reference, "read", unread)
+    with pytest.raises(ConfigError, match=message):
+        quality(QualityOptions(**{"metrics": ("fid",), "features": features, "folder": run, "num": NUM, "batch": 4,
+                                  "out": tmp_path / "out", "reference": arrays(tmp_path / "r.npz", noise(30)),
+                                  **options}))
+
+
+def test_embeddings_are_no_pictures(tmp_path):
+    """Oracle: the message, before the data are read: a prior's pairs, which lie in no file here."""
+    folder, _ = begun(tmp_path, "tiny-prior", "samples.ema=0.9")
+    with pytest.raises(ConfigError, match="draws embeddings, and metrics are of pictures"):
+        quality(QualityOptions(("fd",), folder=folder, num=4))
 
 
 def test_texts_by_the_slice(tmp_path):

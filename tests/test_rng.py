@@ -1,6 +1,7 @@
 """Keyed randomness: its distribution, its independence, and that it belongs to a sample."""
 
 import math
+import zlib
 
 import pytest
 import torch
@@ -173,6 +174,46 @@ def test_fixed_values():
     torch.testing.assert_close(rng.uniform(key, "timestep"), torch.tensor(UNIFORM), rtol=0, atol=0)
     assert [rng.uniform(key[:1], name).item() for name in DRAWN] == list(DRAWN.values())
     torch.testing.assert_close(rng.normal(key, "noise", (2,)), torch.tensor(NORMAL), rtol=1e-6, atol=1e-6)
+
+
+def mixed(z: int) -> int:
+    """splitmix64's finalizer, by Python's whole numbers."""
+    z %= 2 ** 64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2 ** 64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2 ** 64
+    return z ^ z >> 31
+
+
+def test_normal_is_box_muller():
+    """Oracle: Box and Muller's formula by the math library, of the high and the low 24 bits of each number; small angles
+    show the last of these bits.
+    """
+    (key,) = rng.keys(0, 0, torch.arange(1)).tolist()
+    bits = [mixed(mixed(key ^ mixed(zlib.crc32(b"noise"))) + mixed(j * 0x9E3779B97F4A7C15)) for j in range(1, 2001)]
+    radius = [math.sqrt(-2 * math.log1p(-(z >> 40) / 2 ** 24)) for z in bits]
+    angle = [2 * math.pi * (z % 2 ** 24) / 2 ** 24 for z in bits]
+    cosines, sines = rng.normal(torch.tensor([key]), "noise", (4000,)).double().view(2, 2000).tolist()
+    assert cosines == pytest.approx([r * math.cos(a) for r, a in zip(radius, angle)], rel=0, abs=5e-6)
+    assert sines == pytest.approx([r * math.sin(a) for r, a in zip(radius, angle)], rel=0, abs=5e-6)
+    small = [i for i, a in enumerate(angle) if a < 0.03]
+    assert len(small) > 4 and any(bits[i] % 2 for i in small)
+    assert [sines[i] for i in small] == pytest.approx([radius[i] * math.sin(angle[i]) for i in small], rel=3e-6)
+
+
+@pytest.mark.parametrize("seed, step", [(0, 0), (5, 7), (2 ** 63 - 1, 10 ** 7), (2 ** 64 - 1, 1), (-1, 1)])
+def test_every_bit(seed, step):
+    """Oracle: the formulas of the module's docstring by whole numbers that do not wrap around; a seed counts modulo
+    2^64. The largest `high` but one shows each of the 32 bits that a whole number is made of.
+    """
+    golden, positions, high = 0x9E3779B97F4A7C15, range(0, 640, 10), 2 ** 31 - 1
+    key = rng.keys(seed, step, torch.tensor(positions))
+    expected = [mixed(position * golden + mixed(mixed(seed) + step)) for position in positions]
+    assert [value % 2 ** 64 for value in key.tolist()] == expected
+    for name in ("label", "drop"):
+        bits = [[mixed(mixed(k ^ mixed(zlib.crc32(name.encode()))) + mixed(j * golden)) for j in (1, 2, 3)]
+                for k in expected]
+        assert rng.integers(key, name, high, (3,)).tolist() == [[(z >> 32) * high >> 32 for z in row] for row in bits]
+        assert rng.uniform(key, name, (3,)).tolist() == [[(z >> 40) / 2 ** 24 for z in row] for row in bits]
 
 
 KEYS = [8841707400507832957, -4616330145664149646]

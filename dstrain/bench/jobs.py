@@ -22,12 +22,14 @@ SYSTEMS = {
     "dvae": ("dvae-small", ["model.discrete.quantizer=gumbel", "model.discrete.levels=null",
                             "model.discrete.discriminator=null"]),
     "vae": ("vae-small", ["model.kl.discriminator={start: 2, weight: 0.1, n_layers: 1, base_channels: 16}"]),
-    "tokenizer": ("phenaki-tokenizer-small", ["optimizer.name=adamw", "model.perceptual=null",
+    "tokenizer": ("phenaki-tokenizer-small", ["optimizer.name=adamw", "model.perceptual=null", "data.image_size=24",
+                                              "model.dim=64", "model.dim_head=16", "model.codebook_size=1024",
                                               "model.discriminator={start: 2, n_layers: 1, base_channels: 8, "
                                               "penalty: {every: 2}}"]),
     "phenaki": ("phenaki-small", ["optimizer.name=adamw", "model.tokenizer=null", "model.token_shape=[5,6,6]",
-                                  "model.codebook_size=1024", "model.temporal_patch_size=2", "samples.sampler=null"]),
-    "prior": ("prior-small", ["model.dropout=0"]),
+                                  "data.image_size=24", "model.codebook_size=1024", "model.temporal_patch_size=2",
+                                  "samples.sampler=null"]),
+    "prior": ("prior-small", ["optimizer.name=adamw", "optimizer.lr=1e-3", "model.dropout=0"]),
 }
 _SMALL = ["batch.global=8", "optimizer.warmup=0", "every.sample=0", "every.evaluate=0"]
 

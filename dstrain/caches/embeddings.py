@@ -144,7 +144,8 @@ def _make(options: EmbedOptions, encoders: Encoders, source: Source, missing: li
     """Embeds this rank's share of the missing shards; the note of each."""
     notes, num_bad = {}, 0
     mine, total = missing[group.rank()::group.world()], len(source)
-    with Bar("encoding", total=len(mine) * options.shard_size, unit="pair") as bar:
+    pairs = sum(min(options.shard_size, total - number * options.shard_size) for number in mine)
+    with Bar("encoding", total=pairs, unit="pair") as bar:
         for number in mine:
             _note_path(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []

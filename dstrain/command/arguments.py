@@ -124,12 +124,14 @@ def interval(text: str) -> tuple[float, float]:
     return values
 
 
-def weights(text: str) -> tuple[Path, float | str | None]:
-    """A run and which of its weights: RUN, RUN:0.995 for the average of that decay, or RUN:raw."""
-    folder, colon, name = text.rpartition(":")
-    if not colon or Path(text).is_dir():
-        return Path(text), None
-    return Path(folder), name if name == "raw" else share(name)
+def guide(text: str) -> tuple[Path, float | str | None, int | None]:
+    """A run, which of its weights, and its checkpoint: RUN, RUN:0.995 for the average of that decay or width, RUN:raw,
+    RUN@400 and RUN@400:raw.
+    """
+    run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
+    run, weights = (run, name if name == "raw" else share(name)) if colon else (text, None)
+    folder, at, step = (run, "", "") if Path(run).is_dir() else run.rpartition("@")
+    return (Path(folder), weights, count(step)) if at else (Path(run), weights, None)
 
 
 def window(text: str) -> tuple[int, int, int]:

@@ -78,6 +78,21 @@ def advice(estimate: Estimate, case: Case) -> Estimate | None:
     return None
 
 
+def more_gpus(case: Case) -> Estimate | None:
+    """The run on the smallest of 2, 4, 8, ... times as many GPUs where it fits with all that saves memory on a GPU.
+
+    None: on none that divides batch.global, or so little memory that no number helps.
+    """
+    recompute, world = RECOMPUTE[-1] if "recompute" in case.run.model else None, 2 * case.layout.world
+    while case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
+        larger = replace(case, layout=replace(case.layout, world=world))
+        tried = _tried(larger.changed(stage=3, recompute=recompute, micro=1))
+        if tried and tried.fits:
+            return tried
+        world *= 2
+    return None
+
+
 def _fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
     """One estimate that fits for each way to change exactly these choices: of micro-batches, with the largest."""
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
@@ -105,7 +120,8 @@ def _first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[s
 def search(case: Case, report: Callable[[Estimate], None] = lambda _: None) -> list[Estimate]:
     """The table of stage x micro-batch x recomputation on a number of GPUs: what fits, the fastest first.
 
-    Where the chip's rates are unknown, what leaves most memory free comes first. `report` gets each as it is counted.
+    Where the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is
+    counted.
     """
     share, fitting = case.run.batch.global_ // case.layout.world, []
     if case.chip.memory <= CONTEXT:
@@ -132,9 +148,10 @@ def _tried(case: Case) -> Estimate | None:
         return None
 
 
-def _cost(estimate: Estimate) -> tuple[float, int, int]:
-    if estimate.time is None:
-        return 0.0, estimate.host, estimate.needed
+def _cost(estimate: Estimate) -> tuple[float, ...]:
+    if estimate.time is None:                            # what goes to the host, is computed again, and is exchanged
+        exchanged = sum(call.bytes for call in estimate.counts.collectives)
+        return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro, estimate.needed
     # The model of time does not know what it costs to launch kernels: of equal times, fewer micro-batches are faster.
     return estimate.time.total, estimate.host, -estimate.micro
 

@@ -12,8 +12,10 @@ compiled one keeps less. Not counted: what the driver, the libraries and torch's
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
@@ -29,7 +31,7 @@ def count(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cud
 
     device      "cuda", or "cpu" where attention is the CPU's
 
-    The first call takes the time of torch's and DeepSpeed's imports. ConfigError: the optimizer or ZeRO++ cannot be
+    The first call takes the time of torch's and DeepSpeed's imports. ConfigError: ZeRO++'s quantization cannot be
     counted. RuntimeError, TypeError, ValueError: the system's code asks for values.
     """
     from dstrain.costs.rank import count_here
@@ -40,11 +42,23 @@ def in_worker(work: Callable[..., T], *arguments: Any) -> T:
     """Calls a function in the process that counts. Ctrl-C ends that process, too: a count may take minutes."""
     worker = _worker()
     try:
-        return worker.submit(work, *arguments).result()
+        return worker.submit(_portable, work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():               # public as kill_workers() from Python 3.14 on
             process.kill()
         _worker.cache_clear()
+        raise
+
+
+def _portable(work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function; an error that cannot go to another process becomes a RuntimeError with its text."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
 
 

@@ -96,9 +96,10 @@ def held(estimate: Estimate) -> str:
 
 
 def changes(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """The choices that differ, with their values after."""
+    """The choices that differ, with their values after; and the GPUs, where these are more."""
     choices = before.choices()
-    return {name: value for name, value in after.choices().items() if value != choices[name]}
+    more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
+    return more | {name: value for name, value in after.choices().items() if value != choices[name]}
 
 
 def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain import systems
-from dstrain.costs.counts import Collective, Counts, Layout
+from dstrain.costs.counts import Counts, Layout
 from dstrain.costs.states import whole
 from dstrain.costs.step import Measured, build, counted_step, measure
 from dstrain.engine.activations import Fused
@@ -24,7 +24,7 @@ _MICRO_BATCHES = 3           # of a step that is taken whole; with more, each fu
 
 def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
     """See count.count."""
-    _require_countable(run, settings)
+    _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
     flops = step_flops(system, run.batch.global_, counted_step(run, system)) / layout.world
@@ -47,7 +47,9 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
         (last, own), (before, _) = (pretended(run, _accumulating(settings, number), system, world, device)
                                     for number in (_MICRO_BATCHES, _MICRO_BATCHES - 1))
         return _extended(before, last, accumulation - _MICRO_BATCHES), own
-    few = min(world, _RANKS) if stage(settings) == 3 else world
+    # Whole groups that share a second copy of the weights, and two at least.
+    sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    few = min(world, sharing * max(2, _RANKS // sharing)) if stage(settings) == 3 else world
     batch = settings["train_batch_size"] * few // world
     with first_of(few), Fused() if device == "cuda" else nullcontext():
         measured, engines, ema = measure(run, {**settings, "train_batch_size": batch}, system, PretendedEngines)
@@ -79,20 +81,17 @@ def _extended(before: Measured, last: Measured, more: int) -> Measured:
     return replace(last, collectives=tuple(collectives), recomputed=along(before.recomputed, last.recomputed))
 
 
-def _require_countable(run: Run, settings: dict[str, Any]) -> None:
-    """ConfigError: code that needs values or a GPU's kernels."""
-    if run.optimizer.name == "adamw8bit":
-        raise ConfigError("optimizer.name=adamw8bit: its library computes on real tensors alone, so nothing is "
-                          "counted: write optimizer.name=adamw for a bound")
-    zero = settings.get("zero_optimization", {})
-    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
-        if zero.get(key, False) > (key == "zero_hpz_partition_size"):
-            raise ConfigError(f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: take '
-                              "ds_configs/zero3.json for a bound")
+def _require_countable(settings: dict[str, Any]) -> None:
+    """ConfigError: what quantizes needs the kernels of a GPU, and takes some sizes of shares alone."""
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if settings.get("zero_optimization", {}).get(key):
+            raise ConfigError(f'"zero_optimization.{key}" needs the kernels of a GPU, so nothing is counted: '
+                              "without it a rank keeps as much, and sends more")
 
 
 def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
     """A step of `few` ranks as one of `world`: with their shares `kept`, all else being of whole weights or samples.
+    Groups of fewer ranks, those that share ZeRO++'s second copy, stay what they are.
 
     The optimizer's step works on shares alone. Weights are padded to a multiple of the ranks where they are exchanged.
     """
@@ -104,7 +103,8 @@ def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> M
                  for kind, size in kinds.items()}
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
-    collectives = tuple(Collective(each.operation, each.count, round(each.bytes * padded), world)
-                        for each in measured.collectives)
+    # Muon's all_to_all hands on what a rank owns; others exchange the whole.
+    collectives = tuple(replace(each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)),
+                                ranks=world) if each.ranks == few else each for each in measured.collectives)
     return Measured(shared(measured.kept, 1), shared(measured.passes, 1), shared(measured.update, smaller),
                     collectives, measured.recomputed)

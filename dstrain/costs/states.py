@@ -8,9 +8,11 @@ from torch import nn
 
 from dstrain.engine.holdings import OFFLOADED
 from dstrain.engine.optimizers import groups
-from dstrain.engine.settings import offload, precision, stage
+from dstrain.engine.settings import offload, offloads_optimizer, precision, stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
+
+_EIGHT_BITS = 1 + 4 / 256                    # bytes of a moment: its code, and a scale of 4 bytes for each 256 of them
 
 
 def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
@@ -21,6 +23,7 @@ def whole(run: Run, system: System) -> tuple[dict[str, int], int]:
         for count, moments, averages in _learned(run, system, part, network):
             numbers[part] = numbers.get(part, 0) + count
             size += 4 * count * (1 + moments + averages)
+            size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0     # as they are
         trained = {name for name, _ in network.named_parameters()}
         size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
     for number, network in enumerate(system.frozen()):
@@ -37,8 +40,8 @@ def states(run: Run, system: System, settings: dict[str, Any], world: int) -> di
     level, wide = stage(settings), precision(settings) == "fp32"
     width, share = 4 if wide else 2, world if level else 1
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
-    moment = 1 if run.optimizer.name == "adamw8bit" else 4
-    sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average"), 0.0)
+    moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
+    sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
     for part in system.parts:
         for count, moments, averages in _learned(run, system, part, system.on_meta(part)):
             sizes["weights"] += width * count / (world if level == 3 else 1)
@@ -46,6 +49,8 @@ def states(run: Run, system: System, settings: dict[str, Any], world: int) -> di
             sizes["moments"] += moment * count * moments / share
             sizes["gradients"] += summed * count / (world if level > 1 else 1)
             sizes["average"] += 4 * count * averages / share
+            if offloads_optimizer(settings):                     # its fp32 gradients; at 1 and 2 also 16-bit weights
+                sizes["staging"] += (4 if wide or level == 3 else 6) * count / share
     return {kind: math.ceil(size) for kind, size in sizes.items() if size}
 
 

@@ -16,7 +16,7 @@ from dstrain.costs.counts import Collective
 from dstrain.costs.watch import Watch
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.holdings import gradients, kept, makers
+from dstrain.engine.holdings import gradients, kept, makers, secondary
 from dstrain.engine.settings import stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
@@ -102,6 +102,7 @@ def _label(watch: Watch, system: System, engines: Engines, updates: list[int]) -
     @contextmanager
     def updating() -> Iterator[None]:
         watch.mark(gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.mark(secondary(engines.masters), "secondary")
         updates.append(watch.now)
         yield
         updates.append(watch.now)

@@ -4,13 +4,14 @@
     LightningDiT    *.safetensors with latents (n, C, h, w), labels (n,) and mostly latents_flip, samples of the
                     posterior; beside them latents_stats.pt with their mean and std by channel
     EDM2, REPA      dataset.json with {"labels": [["00000/img-mean-std-00000000.npy", 3], ...]} and these files:
-                    (2C, h, w), mean and standard deviation
+                    (2C, h, w), mean and standard deviation; in a folder, or in a .zip that is never extracted
 
 Items are {"codes": float32 (flips, 2 or 1, C, h, w), "label": int}: mean and deviation of the posterior, or a sample of
 it. Nothing is unpickled, and no file is believed to be larger than it is.
 """
 
 import json
+import zlib
 from abc import abstractmethod
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from dstrain.data.source import BadSample, Item, Source, reading
 from dstrain.data.storage import require_regular, with_retries
-from dstrain.recipe import ConfigError
+from dstrain.data.zipped import ZippedArrays
+from dstrain.recipe import ConfigError, reworded
 
 _MAX_STATS = 1 << 20                      # bytes of latents_stats.pt
 _MAX_JSON = 1 << 31                       # bytes of dataset.json; ImageNet's has 60 MB
@@ -42,8 +44,10 @@ def open_foreign(path: str | Path) -> "Foreign":
     root = Path(path)
     if (root / "vae-sd" / "dataset.json").is_file():                  # REPA's folder, which has the images beside
         root /= "vae-sd"
+    if root.suffix == ".zip" and root.is_file():
+        return Edm2Zip(root)
     if not root.is_dir():
-        raise ConfigError(f"--from-latents {path} is no folder{'; unpack it' * (root.suffix == '.zip')}")
+        raise ConfigError(f"--from-latents {path} is no folder, and no zip file of EDM2's dataset_tool.py")
     for layout in (Edm2, LightningDiT, FastDiT):
         if layout.recognises(root):
             return layout(root)
@@ -182,13 +186,11 @@ class Edm2(Foreign):
     def _list(self) -> None:
         path = self.root / "dataset.json"
         try:
-            if path.stat().st_size > _MAX_JSON:
-                raise ConfigError(f"is larger than {_MAX_JSON} bytes")
-            entries = sorted((str(name), label) for name, label in json.loads(path.read_bytes())["labels"])
+            entries = sorted((str(name), label) for name, label in json.loads(self._dataset_json())["labels"])
             self.names = np.array([name.encode() for name, _ in entries])
             self.labelled = bool(entries) and entries[0][1] is not None
             self.labels = np.array([label if self.labelled else 0 for _, label in entries], np.int64)
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
             raise ConfigError(f"--from-latents {path} lists no files with labels ({type(error).__name__}: {error}): "
                               "EDM2's dataset_tool.py encode writes it") from None
         outside = [name for name, _ in entries
@@ -203,14 +205,40 @@ class Edm2(Foreign):
     def name(self, index: int) -> str:
         return self.names[index].decode()
 
+    def _dataset_json(self) -> bytes:
+        if (self.root / "dataset.json").stat().st_size > _MAX_JSON:
+            raise ConfigError(f"is larger than {_MAX_JSON} bytes")
+        return (self.root / "dataset.json").read_bytes()
+
+    def _array(self, index: int) -> np.ndarray:                                              # (2C, h, w)
+        return _array(self.root, self.name(index), 3)
+
     def _codes(self, index: int) -> np.ndarray:
-        array = _array(self.root, self.name(index), 3)
+        array = self._array(index)
         if len(array) % 2:
             raise BadSample(self.name(index), f"{len(array)} channels are no pairs of mean and deviation")
         return array.reshape(1, 2, -1, *array.shape[1:])
 
     def _label(self, index: int) -> int:
         return int(self.labels[index])
+
+
+class Edm2Zip(Edm2):
+    """The same in a zip file, which is what dataset_tool.py writes for a DEST that ends in .zip."""
+
+    def _list(self) -> None:
+        with reworded(f"--from-latents {self.root}: "):
+            self.arrays = ZippedArrays(self.root)
+        super()._list()
+        if missing := {name.decode() for name in self.names} - set(self.arrays.places):
+            raise ConfigError(f"--from-latents {self.root} lists, and does not hold, {min(missing)}: pack it anew")
+
+    def _dataset_json(self) -> bytes:
+        return self.arrays.content("dataset.json", _MAX_JSON)
+
+    def _array(self, index: int) -> np.ndarray:
+        with reading(self.name(index), self.root):
+            return with_retries(lambda: self.arrays.read(self.name(index)))
 
 
 class LightningDiT(Foreign):
@@ -232,8 +260,7 @@ class LightningDiT(Foreign):
             lengths.append(shapes["labels"][0])
             flips.add("latents_flip" in shapes)
         if len(flips) > 1:
-            raise ConfigError(f"--from-latents {self.root}: some files hold latents_flip and some do not: extract "
-                              "again")
+            raise ConfigError(f"--from-latents {self.root}: latents_flip is in some files alone: extract again")
         self.flips, self.file_ends = 1 + flips.pop(), np.cumsum(lengths)
 
     def _shapes(self, name: str) -> dict[str, list[int]]:

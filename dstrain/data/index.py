@@ -3,7 +3,7 @@
     FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
     FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
     FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
-    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
+    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for: a hash of each name
 
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,34 +121,54 @@ class Index:
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
         if self.folder is None:
-            parts = list(_members(self, held_out, split == "held_out"))
+            parts = [part[split] for part in _members(self, held_out)]
             names = blake2b(b"".join(text for _, text in parts), digest_size=8)
             return _counted(self, np.concatenate([rows for rows, _ in parts]), names)
-        folder = self._split_folder(held_out)
-        header = read_sealed(folder / HEADER)
+        folder, header = self._split_folder(held_out), self._splits(held_out)
         if header is None:
-            raise ConfigError(f"{folder} is not to be seen from here, or damaged: remove it, or write data.index="
-                              "FOLDER, a folder that all machines share")
+            raise ConfigError(f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
+                              "data.index=FOLDER, a folder that all machines share")
         row = header[split]
         return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
 
+    def has_splits(self, held_out: float) -> bool:
+        return not held_out or self._splits(held_out) is not None
+
     def write_splits(self, held_out: float) -> None:
-        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there."""
-        folder, header = self._split_folder(held_out), {}
-        if not held_out or read_sealed(folder / HEADER) is not None:
-            return
+        """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
+
+        Other processes may have mapped the old files: they are replaced, never written to.
+        """
+        folder, header = self._split_folder(held_out), {"index": self._known()}
         with write_errors(folder, "write data.index=FOLDER, a folder that can be written"):
             folder.mkdir(exist_ok=True)
-            for name in ("train", "held_out"):
-                names = blake2b(digest_size=8)
-                with open(folder / f"{name}.bin", "wb") as file:
-                    for rows, text in _members(self, held_out, name == "held_out"):
-                        file.write(rows.tobytes())
-                        names.update(text)
-                split = _counted(self, _mapped(folder / f"{name}.bin", rows.dtype.name), names)
+            names = {split: blake2b(digest_size=8) for split in ("train", "held_out")}
+            with ExitStack() as stack:
+                paths = {split: stack.enter_context(atomic.replacing(folder / f"{split}.bin")) for split in names}
+                files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
+                for part in _members(self, held_out):
+                    for name, (rows, text) in part.items():
+                        files[name].write(rows.tobytes())
+                        names[name].update(text)
+            for name, digest in names.items():
+                split = _counted(self, _mapped(folder / f"{name}.bin", rows.dtype.name), digest)
                 header[name] = {"number": split.number, "dtype": rows.dtype.name, "counts": split.counts,
                                 "names": split.names}
             atomic.write(folder / HEADER, sealed.render(header))
+
+    def _splits(self, held_out: float) -> dict[str, Any] | None:
+        """The header of both splits on the disk; None where they are missing, damaged, or of another index."""
+        folder = self._split_folder(held_out)
+        header = read_sealed(folder / HEADER)
+        if header is None or header.get("index", self._known()) != self._known():      # older headers do not say it
+            return None
+        rows = {split: header[split] for split in ("train", "held_out")}
+        try:
+            whole = all(os.stat(folder / f"{split}.bin").st_size == row["number"] * np.dtype(row["dtype"]).itemsize
+                        for split, row in rows.items())
+        except OSError:
+            return None
+        return header if whole and sum(row["number"] for row in rows.values()) == len(self) else None
 
     def _split_folder(self, held_out: float) -> Path:
         return self.folder / f"held_out-{held_out!r}"
@@ -184,16 +205,18 @@ class Index:
         return getattr(self, name)
 
 
-def _members(index: Index, held_out: float, unseen: bool) -> Iterator[tuple[np.ndarray, bytes]]:
-    """The rows that are held out, or those that are not, and their names, of a chunk of the index after the other."""
+def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
+    """The rows of each split and their names, of a chunk of the index after the other."""
     dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
     bound = math.ceil(held_out * 2.0 ** 64)      # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
         block = index.names(start, min(start + CHUNK, len(index)))
+        rows = np.arange(start, start + len(block), dtype=dtype)
         digests = b"".join([blake2b(name, digest_size=8).digest() for name in block])
-        own = (np.frombuffer(digests, "<u8") < np.uint64(bound)) == unseen
-        yield np.arange(start, start + len(block), dtype=dtype)[own], b"".join(itertools.compress(block, own.tolist()))
+        unseen = np.frombuffer(digests, "<u8") < np.uint64(bound)
+        yield {split: (rows[own], b"".join(itertools.compress(block, own.tolist())))
+               for split, own in (("train", ~unseen), ("held_out", unseen))}
 
 
 def _counted(index: Index, members: np.ndarray, names: Any) -> Split:

@@ -63,6 +63,17 @@ def open_index(path: str | Path, request: Request, kept: str | Path | None = Non
     return layout, index
 
 
+def write_splits(index: Index, held_out: float) -> None:
+    """Makes the splits of an index on a disk, unless they stand there; one command at a time.
+
+    ConfigError: they cannot be written there.
+    """
+    if not index.has_splits(held_out):
+        with _locked(index.folder):
+            if not index.has_splits(held_out):
+                index.write_splits(held_out)
+
+
 def from_first(make: Callable[[], _T]) -> _T:
     """What `make` returns on rank 0, on every rank; or the ConfigError or NotRead that it raises there."""
     if group.world() == 1:
@@ -82,6 +93,9 @@ def from_first(make: Callable[[], _T]) -> _T:
 def _open(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
     files, key = files_of(path, request), _key(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _usual_folders(run)]
+    if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
+        raise ConfigError(f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a "
+                          "folder beside it")
     for folder in folders:
         found = _found(folder, path, files, request)
         if found is not None:
@@ -97,7 +111,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
 
 
 def _key(path: str, request: Request) -> str:
-    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key", "cache")}
+    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key", "cache", "mixed")}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 

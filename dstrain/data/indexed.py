@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
-from dstrain.data.index_build import from_first
+from dstrain.data.index_build import from_first, write_splits
 from dstrain.data.layouts.base import Layout
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, NotRead
@@ -43,7 +43,7 @@ class Indexed(Source):
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
         if index.folder is not None:
-            from_first(lambda: index.write_splits(held_out))
+            from_first(lambda: write_splits(index, held_out))
         self.chosen = index.split(split, held_out)
         if not self.chosen.number:
             raise ConfigError(f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "

@@ -135,6 +135,10 @@ def _of(kind: type, value: Any) -> Any:
 
 def as_array(value: Any) -> Array:
     """Where a pickled numpy array has its bytes. ConfigError: it is none, of objects, or its bytes are not in order."""
+    state = value.state if isinstance(value, Call) else None
+    if isinstance(state, tuple) and state and isinstance(state[-1], Call):
+        raise ConfigError("Python 3 has written its array as text, in a protocol below 3: write it with protocol=4 of "
+                          "pickle.dump")
     try:
         if "_frombuffer" in value.function.name:                       # pickle's protocol 5
             block, dtype, shape, order = value.arguments

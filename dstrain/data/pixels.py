@@ -11,13 +11,13 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from dstrain.data.storage import require_regular, with_retries
@@ -59,14 +59,30 @@ def decoded(file: str | Path | BinaryIO | np.ndarray, channels: int,
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """A Pillow image whose header was read. ConfigError: it is no file, or has more pixels than PIXEL_CAP."""
+    """A Pillow image whose header was read. ConfigError: it is no file, a video, or has more pixels than PIXEL_CAP."""
     if isinstance(file, (str, Path)):
         require_regular(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)                    # our own cap follows
-        with Image.open(file, formats=formats) as image:
+        try:
+            opened = Image.open(file, formats=formats)
+        except UnidentifiedImageError:
+            _refuse_video(file)
+            raise
+        with opened as image:
             require_below_cap(image.width, image.height)
             yield image
+
+
+def _refuse_video(file: str | Path | BinaryIO) -> None:
+    """ConfigError: it begins as .mp4, .mov, .webm, .mkv and .avi do."""
+    with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
+        stream.seek(0)
+        head = stream.read(12)
+    movie = head[4:8] == b"ftyp" and head[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
+    if movie or head[:4] == b"\x1aE\xdf\xa3" or head[:4] + head[8:] == b"RIFFAVI ":
+        raise ConfigError("it is a video, and no picture: choose a system that learns from clips, such as "
+                          "system=phenaki.tokenizer")
 
 
 def require_below_cap(width: int, height: int) -> None:
@@ -156,6 +172,8 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     path = samples_path(path)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        if not files:
+            raise ConfigError(f"{path} holds no pictures ({', '.join(SUFFIXES)}): name another")
         try:
             sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
             if len(set(sizes.values())) != 1:

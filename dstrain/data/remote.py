@@ -57,6 +57,7 @@ class RemoteFiles(Files):
     def __init__(self, root: str, cache: Cache) -> None:
         self.cache = DiskCache(os.path.expanduser(cache.folder or _own_folder()), int(cache.gb * 1e9))
         self._store = Store(root.partition("://")[0])
+        self._store.system()                              # what is not installed is told before any file is blamed
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
         self._whole: set[str] = set()                     # files whose server knows no ranges

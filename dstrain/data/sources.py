@@ -38,15 +38,18 @@ KINDS = {                                                # what data may hold: i
     "pairs": ("embedding pairs", f"give a folder with img_emb/ and text_emb/, or {BUILTIN}")}
 
 
-def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> tuple[Source, Source | None]:
+def open_sources(data: Data, verify: bool = False, run: Path | None = None,
+                 mixed: bool = False) -> tuple[Source, Source | None]:
     """The training source and the held-out one, None where a folder holds nothing out; on all ranks together.
 
-    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept.
+    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
+    section is of one source of a mixture.
 
     ConfigError as `open_images` and `Latents`, and where the held-out codes are not of the kind that is trained on.
     """
     if data.mixture:
-        return open_mixture(data, lambda part: open_sources(part, verify, run))
+        return open_mixture(data, lambda part: open_sources(part, verify, run, mixed=True))
+    _require_read(data, mixed)
     phases().at(f"listing {data.path}")
     if is_embeddings(data.path):
         return open_split(data, "train"), open_split(data, "validation")
@@ -61,17 +64,27 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None) -> t
                                                                      cache=data.cache))
         data = data.model_copy(update={"path": path, "held_out_path": held_out_path})
     if data.num_frames is not None:
-        return _open_clips(data, run)
+        return _open_clips(data, run, mixed)
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
+    request = request_of(data, captions=data.embeddings is not None, mixed=mixed)
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
-                  request=request_of(data, captions=data.embeddings is not None), index=data.index, run=run,
-                  crop=Crop.of(data), sizes=data.size_conditions)
+                  request=request, index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
     if data.path.startswith("builtin:") or data.held_out or data.held_out_path:
         return _completed(data, train), _completed(data, open_images(data.path, data.image_size, split="held_out",
                                                                      **common))
     return _completed(data, train), None
+
+
+def _require_read(data: Data, mixed: bool) -> None:
+    """ConfigError: entries about labels and columns of data that have their own."""
+    own = data.path.startswith("builtin:") or is_encoded(data.path) or is_embeddings(data.path)
+    entries = [f"data.{name}" for name in ("labels", "class_list", "columns")
+               if getattr(data, name) != Data.model_fields[name].default]
+    if own and entries and not mixed and data.held_out_path is None:
+        raise ConfigError(f"{', '.join(entries)}: the labels and captions of {data.path} are as they were made: leave "
+                          "it out")
 
 
 def _completed(data: Data, source: Source) -> Source:
@@ -109,6 +122,9 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
 
     captions: of images, too; clips always have theirs.
     """
+    if data.path.startswith("builtin:"):
+        raise ConfigError(f"data.path={data.path} is in the package, and neither listed nor packed: name data of your "
+                          "own")
     request = request_of(data, captions=captions)
     if data.num_frames is not None:
         request = request_of(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
@@ -116,7 +132,7 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     return open_index(path, request, data.index or cache_folder())
 
 
-def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
+def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
     if data.path == MOVING:
         settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
@@ -134,7 +150,7 @@ def _open_clips(data: Data, run: Path | None) -> tuple[Source, Source | None]:
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
     common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
-                  request=request_of(data, CLIPS, noun="clips", captions=True), index=data.index, run=run)
+                  request=request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed), index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     if data.held_out or data.held_out_path:
         return train, open_videos(data.path, cut, split="held_out", **common)

@@ -26,7 +26,7 @@ def with_retries(read: Callable[[], Any], tries: int = _TRIES) -> Any:
     for attempt in range(tries):
         try:
             return read()
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, SystemError) as error:
             if not _transient(error) or attempt == tries - 1:
                 raise
             time.sleep(0.2 * 5 ** attempt)
@@ -36,7 +36,7 @@ def storage_fails(error: Exception, path: Path) -> bool:
     """Whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
     if not _transient(error):
         return False
-    if isinstance(error, MemoryError) or type(error).__module__ == "builtins":
+    if type(error).__module__ == "builtins":
         return True
     try:                                          # FFmpeg reports damaged files as EIO, too
         with open(path, "rb") as file:
@@ -50,6 +50,8 @@ def storage_fails(error: Exception, path: Path) -> bool:
 def _transient(error: Exception) -> bool:
     if isinstance(error, MemoryError):            # FFmpeg's is of a size that the file asks for
         return type(error).__module__ == "builtins"
+    if isinstance(error, SystemError):            # two threads parsed headers of .npy at once: CPython's issue 106905
+        return "AST constructor" in str(error)
     return isinstance(error, OSError) and error.errno in _STORAGE
 
 

@@ -79,7 +79,7 @@ def _decoded(line: bytes, number: int, where: str) -> str:
 
 
 class _Csv(Table):
-    delimiter = ","
+    delimiter, separators = ",", "commas"
 
     def _reader(self) -> "csv.DictReader[str]":
         return csv.DictReader(lines(self.files, self.name, self.where), delimiter=self.delimiter)
@@ -97,6 +97,9 @@ class _Csv(Table):
         reader = self._reader()
         try:
             for row in reader:
+                if any(row.get(None, ())):             # where the reader puts what is beyond the first line's columns
+                    raise ConfigError(f"{self.where}, line {reader.line_num}: more fields than the first line has: put "
+                                      f"quotation marks around text with {self.separators}")
                 yield reader.line_num, row
         except csv.Error as error:
             raise ConfigError(f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
@@ -104,7 +107,7 @@ class _Csv(Table):
 
 
 class _Tsv(_Csv):
-    delimiter = "\t"
+    delimiter, separators = "\t", "tabs"
 
 
 class _Jsonl(Table):

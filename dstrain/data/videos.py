@@ -31,6 +31,8 @@ from dstrain.data.storage import read_text, with_retries
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
+_STILL = (".jpg", ".jpeg", ".bmp", ".png")        # which are animated never, or hardly ever
+_ASKED = 100                                      # names that are looked at
 _MAX_LISTINGS = 1 << 15                           # kept by a process: some 100 bytes a clip, and 100 a keyframe
 
 
@@ -111,6 +113,11 @@ class Videos(Indexed):
         if not caption:
             raise ConfigError("its caption is empty")
         return caption
+
+    def describe(self) -> str:
+        some = {self.name(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
+        still = some == {True} and self.cut.num_frames > 1 and not self.cut.still
+        return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
 
     def _summary(self) -> str:
         return (f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "

@@ -4,15 +4,17 @@ Nothing that a zip file says of itself is believed before it is checked: sizes, 
 The format: PKWARE's APPNOTE, sections 4.3 to 4.5. Python's zipfile would keep an object of each member in every worker.
 """
 
+import io
 import zlib
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from struct import Struct, error as StructError
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from dstrain.data.files import Files
+from dstrain.data.files import Files, LocalFiles
 from dstrain.recipe import ConfigError
 
 STORED, DEFLATED = 0, 8
@@ -24,6 +26,7 @@ _LOCAL = Struct("<4sHHHHHIIIHH")
 _FIELD = Struct("<HH")                     # of an extra field: its kind and its bytes
 _COMMENT, _SLACK = 1 << 16, 32             # bytes; of a member's extra field, above what common writers write
 _BLOCK = 1 << 20
+_MOST_ARRAY = 1 << 28                    # bytes of an array
 
 
 class Member(NamedTuple):
@@ -196,3 +199,26 @@ def blocks(file: BinaryIO, member: Member) -> Iterator[bytes]:
         yield content
     if size < member.size:
         raise ConfigError(f"it has {size:,} bytes, and its directory says {member.size:,}")
+
+
+class ZippedArrays:
+    """The .npy members of a zip file on a disk, by their names; its table, too. ConfigError: it is no zip file."""
+
+    def __init__(self, path: Path) -> None:
+        self.files, self.name = LocalFiles(path), path.name
+        with self.files.open(self.name) as file:
+            self.places = {member.name: (member.offset, member.packed) for member in directory(file)}
+
+    def content(self, name: str, most: int) -> bytes:
+        """The bytes of a member. KeyError: there is none of this name; errors of `payload`."""
+        return payload(self.files, self.name, *self.places[name], most)
+
+    def read(self, name: str) -> np.ndarray:
+        """An array of numbers, (2C, h, w). ConfigError, ValueError: it is no such; a header is not believed."""
+        content = self.content(name, _MOST_ARRAY)
+        file = io.BytesIO(content)
+        np.lib.format.read_magic(file)
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        if by_columns or dtype.kind not in "fiu" or len(shape) != 3:
+            raise ConfigError("is no array of numbers of the right shape")
+        return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)

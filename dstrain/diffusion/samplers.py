@@ -1,8 +1,8 @@
 """From noise to data over a GaussianDiffusion: ancestral (DDPM), DDIM and its inverse, solvers by name; and guidance.
 
 Notation as in gaussian.py. The i-th draw of noise is `noise(i)`, i = 0, 1, ... in the order of the chain. It is drawn
-at t = 0, too, where it is not used: the number of draws is the number of steps. Every step is one call of the network
-with the same shapes, so that all ranks call alike.
+at t = 0, too, where it is not used: the number of draws is the number of steps. Every step is one call of the network,
+with the same shapes on all ranks, so that they call alike.
 
 Sources: Ho et al. 2020, Algorithm 2; Song et al. 2020 (DDIM), Equations 12 and 16; Ho & Salimans 2022 (guidance), Lin
 et al. 2023 (its rescale), Kynkaanniemi et al. 2024 (its interval), Karras et al. 2024 (autoguidance).
@@ -146,7 +146,8 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
                 variances) are taken from the conditional half.
     rescale     share, 0 to 1, by which each sample's guided output is brought to the conditional's deviation.
     guide       a weaker network instead, called with the same conditions: autoguidance.
-    active      (x_t, t) -> bool (B, 1, ...): where guidance acts. All calls are made elsewhere, too.
+    active      (x_t, t) -> bool (B, 1, ...): where guidance acts. Where it acts on no sample, only the conditional call
+                is made: samplers have all samples of all ranks at one timestep, so that the ranks call alike.
     """
     if scale == 1.0:
         return lambda x_t, t: network(x_t, t, **conditions)
@@ -154,6 +155,9 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
 
     def guided_network(x_t: Tensor, t: Tensor) -> Tensor:
         count = channels or x_t.shape[1]
+        acts = None if active is None else active(x_t, t)
+        if acts is not None and not acts.any():
+            return at_boundary(network(x_t, t, **conditions))
         if guide is None:
             out = at_boundary(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))          # (2B, C or 2C, ...)
             conditional, weaker = out.chunk(2)
@@ -164,8 +168,8 @@ def guided(network: Callable[..., Tensor], conditions: Mapping[str, Tensor], nul
         if rescale:
             deviation = lambda out: out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
             leading = torch.lerp(leading, leading * (deviation(plain) / deviation(leading)), rescale)
-        if active is not None:
-            leading = torch.where(active(x_t, t), leading, plain)
+        if acts is not None:
+            leading = torch.where(acts, leading, plain)
         return torch.cat((leading, conditional[:, count:]), dim=1)
 
     return guided_network

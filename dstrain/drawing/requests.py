@@ -22,7 +22,11 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
     recipe. ConfigError: the system does not take what is chosen.
     """
-    samples = samples.model_copy(update={name: value for name, value in choices.items() if value is not None})
+    choices = {name: value for name, value in choices.items() if value is not None}
+    samples = samples.model_copy(update=choices)
+    if samples.guidance_scale == 1 and (idle := {"guidance_interval", "guidance_rescale"} & choices.keys()):
+        raise ConfigError(f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
+                          "give another scale, or leave it out")
     if num < 1:
         raise ConfigError(f"{num} samples are asked for: ask for 1 or more")
     if prompts is None and not labels:

@@ -4,17 +4,17 @@ Notation: a clip has T frames, of which K are given, K = 1 + m * p with p the sy
 al. 2022 (Phenaki, arXiv 2210.02399), section 2.2: the tokens of given frames are kept, those behind them are drawn.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.clips import Cut, PICTURES, VIDEOS, read_clip
 from dstrain.data.pixels import read_samples, samples_path
-from dstrain.drawing.sampling import draw_all
 from dstrain.recipe import ConfigError, Data, reworded
 from dstrain.systems.base import Request, System
 
@@ -38,8 +38,10 @@ class Scene:
     frames: int
 
 
-def length(system: System, frames: int | None, primed: int | None) -> Length:
+def length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
     """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
+
+    Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text (launch/scenes.md).
 
     ConfigError: frames that the system's clips cannot have.
     """
@@ -52,7 +54,7 @@ def length(system: System, frames: int | None, primed: int | None) -> Length:
         raise ConfigError(f"--num-frames {frames}: clips of this model have {system.num_frames} at most: ask for no "
                           "more, and go on from the last ones (--scenes)")
     if primed is None:
-        return Length(frames, 1 + unit if 1 + unit < frames else 1)
+        return Length(frames, 1 + unit if 1 + unit < frames and not scenes else 1)
     if (primed - 1) % unit or primed >= frames:
         raise ConfigError(f"--prime-frames {primed}: give 1 + m * {unit} of the {frames} frames, and not all")
     return Length(frames, primed)
@@ -64,18 +66,19 @@ def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
-def go_on(system: System, networks: dict[str, nn.Module], clips: Tensor, seeds: Tensor,
-          scenes: list[dict[str, Tensor]], primed: int, request: Request, chunk: int) -> Tensor:
-    """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W), on all ranks together.
+def go_on(system: System, clips: Tensor, seeds: Tensor, scenes: list[dict[str, Tensor]], primed: int, request: Request,
+          draw: Callable[[Request], Tensor]) -> Tensor:
+    """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W).
 
-    scenes: the conditions of each, (1, ...), which hold for all clips. seeds: int64 (N,), of the first scene; every
-    further scene has seeds of its own, which follow from them. request: steps, sampler and guidance.
+    scenes: the conditions of each, (N, ...), or (1, ...) for all clips. seeds: int64 (N,), of the first scene; every
+    further scene has seeds of its own, which follow from them. request: steps, sampler and guidance. draw: how N clips
+    are drawn of a request.
     """
-    for shared in scenes:
+    for texts in scenes:
         seeds = rng.keys_of_seeds(seeds)
-        conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in shared.items()}
+        conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in texts.items()}
         conditions |= system.conditions_from(clips[:, -primed:])
-        scene = draw_all(system, networks, replace(request, seeds=seeds, conditions=conditions), chunk)
+        scene = draw(replace(request, seeds=seeds, conditions=conditions))
         clips = torch.cat((clips, scene[:, primed:]), dim=1)
     return clips
 

@@ -59,7 +59,7 @@ class _OneByOne(nn.Module):
         self.made: list[nn.Parameter] = []
         self._weights, self._options = weights, options
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+    def parameters(self, *_: Any, **__: Any) -> Iterator[nn.Parameter]:
         for weight in self._weights:
             self.made.append(_with_memory(weight, torch.empty(weight.shape, **self._options)))
             yield self.made[-1]
@@ -100,17 +100,17 @@ def flattened_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that weights of `_in_one` lie in, with the padding that may follow them; None: they lie otherwise."""
+    """The tensor that weights of `_in_one` fill from its beginning, and padding behind them; None: they do not."""
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights):])
-    first, end = tensors[0], tensors[0].storage_offset()
+    first, end = tensors[0], 0
     for tensor, weight in zip(tensors, weights):
         if tensor is not weight or tensor.storage_offset() != end or not tensor.is_contiguous():
             return None
         end += tensor.numel()
     if not weights or (end + padding) * first.element_size() > first.untyped_storage().nbytes():
         return None
-    flat = first.detach().as_strided((end + padding,), (1,), first.storage_offset())
+    flat = first.detach().as_strided((end + padding,), (1,), 0)
     for tensor in tensors[len(weights):]:
         flat[end:end + tensor.numel()] = tensor
         end += tensor.numel()

@@ -292,9 +292,9 @@ class Checkpoints:
             raise ConfigError(f"{path} was written with save.format=deepspeed at stage {stage} on {world} ranks, and "
                               f"resumes only so; this run has stage {own_stage} and {group.world()} ranks. Go on at "
                               f"stage {stage} on {world} ranks with save.format=fragments: the next resumes anywhere")
-        if self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part,
-                                               load_lr_scheduler_states=False)[0] is None:
-            raise ConfigError(f"DeepSpeed found nothing to load in {path / 'deepspeed' / part}")
+        if not list((path / "deepspeed" / part).glob("*.pt")):
+            raise ConfigError(f"{path / 'deepspeed' / part} holds no files of DeepSpeed: take another step with --step")
+        self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
 
 
 def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:

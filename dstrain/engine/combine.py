@@ -18,11 +18,10 @@ from dstrain.engine import contents
 from dstrain.engine.fragment_files import Fragments
 from dstrain.engine.manifest import NAME, Digest, manifest
 from dstrain.engine.profiles import Average, Solution, solve
-from dstrain.engine.streams import SIZES, Files, floats, render_header
-from dstrain.recipe import WIDEST, ConfigError
+from dstrain.engine.streams import CHUNK, SIZES, Files, floats, render_header
+from dstrain.recipe import ConfigError
 
 MISFIT = 0.1                # above it an average is refused: profiles.Solution
-_CHUNK = 1 << 18            # elements at a time
 
 
 class Snapshot(NamedTuple):
@@ -65,7 +64,7 @@ class Combined:
         self._time: int = snapshots[-1].averages(part)["updates"]
         if self._time:                       # else the part has not learned yet: its averages are its weights
             by_time.pop(0, None)
-        self._sources = [(snapshot, Average(max(time, 1), width)) for time, snapshot in by_time.items()
+        self._sources = [(snapshot, Average(time, width)) for time, snapshot in by_time.items()
                          for width in snapshot.averages(part)["widths"]]
         self._fragments = {snapshot.path: Fragments(snapshot.path, part, manifest(snapshot.path)["files"])
                            for snapshot in by_time.values()}
@@ -77,8 +76,8 @@ class Combined:
         solution = self._solution(width)
         if solution.misfit > MISFIT:
             own = {average.width for _, average in self._sources}
-            tried = own | {round(0.005 * number, 3) for number in range(1, int(WIDEST / 0.005) + 1)}
-            fits = sorted(other for other in tried if self._solution(other).misfit <= MISFIT)
+            steps = {number / 200 for number in range(1, 58)}         # 0.005, 0.01, ... up to the widest, 0.285
+            fits = sorted(filter(self.makes, own | steps))
             raise ConfigError(
                 f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last.step} make no average of "
                 f"that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They make those "
@@ -111,8 +110,8 @@ class Combined:
         coefficients = np.array([solution.coefficients for solution in solutions])                # (W, sources)
         with Files() as files:
             for name, share in shares.items():
-                for start in share[::_CHUNK]:
-                    end = min(start + _CHUNK, share.stop)
+                for start in share[::CHUNK]:
+                    end = min(start + CHUNK, share.stop)
                     total = np.zeros((len(solutions), end - start))
                     for (snapshot, average), weights in zip(self._sources, coefficients.T):
                         values = self._read(files, snapshot, f"ema.{average.width!r}", name, start, end)
@@ -127,8 +126,7 @@ class Combined:
             done += span.nbytes
         return floats(raw, fragments.dtype)
 
-    def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int = 0,
-              world: int = 1) -> list[dict[str, Any]]:
+    def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
         """A rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
 
         Each rank has a share of every tensor. ConfigError: as `solve`.

@@ -17,9 +17,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dstrain.engine import torch_files
 from dstrain.engine.streams import Entry, FLOATS, SIZES, Span, Stored
@@ -34,8 +33,7 @@ _UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What one tag's folder holds."""
 
     entries: list[Entry]                       # by state-dict name, in its order
@@ -133,7 +131,7 @@ def _ranked(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 def _merged(folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], dtype: str) -> Checkpoint:
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
-    if not isinstance(module, dict) or int(first.get("mp_world_size") or 1) > 1:
+    if not isinstance(module, dict) or first.get("mp_world_size") not in (None, 0, 1):
         raise ConfigError(f"{folder} is of a pipeline- or tensor-parallel run (mp_world_size "
                           f"{first.get('mp_world_size')}), whose pieces are not merged here: see DeepSpeed's "
                           "ds_to_universal.py")

@@ -29,6 +29,8 @@ from dstrain.recipe import Run
 class Engines(Mapping[str, Any]):
     """The engines by part, in update order; their masters; what is done to all of them together."""
 
+    _masters = Masters
+
     def __init__(self, networks: Networks, run: Run, settings: dict[str, Any],
                  decays: Decays, blocks: tuple[type[nn.Module], ...] = (), draw: bool = True):
         """Without `draw`, weights are not set, buffers are: a checkpoint's values follow, or `draw`."""
@@ -47,7 +49,7 @@ class Engines(Mapping[str, Any]):
             prepare(network, blocks, run.model.get("recompute", "none"), compiles(run),
                     scattered=stage(settings) == 3)
             self._engines[part] = self._initialize(network, run, decays, blocks)
-            self.masters[part] = Masters(self._engines[part])
+            self.masters[part] = self._masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
                 self._set(part, values(()))

@@ -13,6 +13,7 @@ import difflib
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def damaged(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
-class Places:
+class Places(ABC):
     """Where the elements of one part's tensors lie: what `Index` takes from headers, and a mapped file holds, too."""
 
     def __init__(self, folder: Path, part: str) -> None:
@@ -56,21 +57,21 @@ class Places:
         self.dtype = ""                                                        # of all tensors: F32 or BF16
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def kinds(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def kinds(self) -> list[str]: ...
 
-    def names(self, kind: str) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def names(self, kind: str) -> list[str]: ...
 
-    def has(self, kind: str, name: str) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def has(self, kind: str, name: str) -> bool: ...
 
     def _shape(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    @abstractmethod
     def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
         """(first element, bytes) of fragments by their first element, of at least those that overlap start .. end."""
-        raise NotImplementedError
 
     def decays(self) -> list[float]:
         """Decays of the averages, in the order of the recipe."""

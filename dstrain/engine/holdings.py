@@ -6,7 +6,9 @@
     moments      the optimizer's state
     gradients    sums of the micro-batches, and reduced gradients
     average      averages of the masters
+    secondary    of ZeRO++, from the first pass to the update: shares of the weights among the ranks of a machine
     gathered     at stage 3, weights that are whole for a while
+    staging      of an offloaded optimizer at stages 1 and 2, what passes between the host and the GPU: on the host
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,14 +22,16 @@ from dstrain.engine.ema import EmaShadow
 from dstrain.engine.masters import Masters
 
 # What lies in the host's memory between steps, by entry of the JSON.
-OFFLOADED = {"offload_optimizer": ("masters", "moments", "gradients", "average"), "offload_param": ("weights",)}
+OFFLOADED = {"offload_optimizer": ("masters", "moments", "gradients", "average", "staging"),
+             "offload_param": ("weights",)}
 
 
 def saved(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     """Bytes that this rank writes into a checkpoint: masters, moments, averages."""
     kinds = [(own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
              for part, own in masters.items()]
-    return sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
+    return (sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
+            + sum(codes.nbytes for own in masters.values() for *_, codes in own.own_codes()))
 
 
 def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
@@ -43,6 +47,12 @@ def kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, 
         yield from (("weights", buffer) for buffer in module.buffers())
         yield from (("masters", flat) for flat in own.flats)
         yield from (("moments", value) for value in tree_leaves(own.optimizer_state()) if isinstance(value, Tensor))
+        zero = own.engine.optimizer
+        for buffer in (*getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ()),
+                       *getattr(zero, "accumulated_grads_in_cpu", {}).values()):
+            yield "staging", buffer
+        if hasattr(zero, "temp_grad_buffer_for_cpu_offload"):
+            yield "staging", zero.temp_grad_buffer_for_cpu_offload
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
@@ -59,8 +69,15 @@ def gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """The gradients that wait for the optimizer's step or for the next micro-batch."""
     for own in masters.values():
         zero, engine = own.engine.optimizer, own.engine
-        held: list[Any] = [getattr(zero, name, None) for name in
-                           ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")]
+        held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
+        held += [list(pieces) for pieces in getattr(zero, "averaged_gradients", {}).values() if pieces is not None]
         held += [weight.grad for weight in chain(engine.module.parameters(), own.flats)]
         held += [list(engine.wide_sums.held())] if getattr(engine, "wide_sums", None) else []
         yield from (value for value in tree_leaves(held) if isinstance(value, Tensor))
+
+
+def secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+    """ZeRO++'s second copy of the weights, where it is."""
+    weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
+    copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)
+    return (copy for copy in copies if copy is not None)

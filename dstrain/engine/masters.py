@@ -78,8 +78,7 @@ class Masters(Updates):
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
         if isinstance(self._inner(), Muon):
-            self._inner().place([self._stepped(number) for number in range(len(self.flats))], self.fragments,
-                                self.replicated)
+            self._inner().place([self._stepped(number) for number in range(len(self.flats))], self._layouts())
         compute = {weight.data_ptr() for weight in self._compute_flats()}
         # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
@@ -112,14 +111,20 @@ class Masters(Updates):
     def _find_stage3(self) -> None:
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
-        rank = dist.get_rank(self._zero.dp_process_group)
+        self.fragments = list(self._of_stage3(dist.get_rank(self._zero.dp_process_group)))
+
+    def _of_stage3(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
+        """The fragments of a rank, as `fragments`."""
         for weight in chain.from_iterable(self._zero.fp16_groups):
             number, offset, length = self._zero.grad_position[self._zero.get_param_id(weight)]
             start = min(rank * length, weight.ds_numel)                   # the last partition is padded
             numel = min(length, weight.ds_numel - start)
             if numel > 0:
-                fragment = Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel)
-                self.fragments.append((fragment, number, offset))
+                yield Fragment(self._names[id(weight)], tuple(full_shape(weight)), start, numel), number, offset
+
+    def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+        """The fragments by rank, on all ranks together; where all ranks have the same, of this one."""
+        return {group.rank(): self.fragments} if self.replicated else dict(enumerate(group.objects(self.fragments)))
 
     def _compute_flats(self) -> Sequence[Tensor]:
         """This rank's shares of the weights that the network computes with, aligned with the flats."""

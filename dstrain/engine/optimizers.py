@@ -19,7 +19,7 @@ All but muon change an element by that element's own history, so any partition d
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def full_shape(tensor: Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def build(groups: list[Group], run: Run, offloaded: bool = False) -> torch.optim.Optimizer:
+def build(groups: list[Group], run: Run, offloaded: bool) -> torch.optim.Optimizer:
     """The optimizer of parameter groups."""
     choice = run.optimizer
     options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
@@ -212,20 +212,19 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
-    def place(self, flats: Sequence[Tensor], fragments: Sequence[tuple[Any, int, int]], replicated: bool) -> None:
-        """Says where the matrices lie: fragment, number of its flat and offset in it; on all ranks together.
+    def place(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
+        """Says where the matrices lie: by rank, each fragment, the number of its flat and its offset in it.
 
         Before that, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
         """
-        layout = [(number, fragment.name, tuple(fragment.shape), Piece(ranks.rank(), fragment.start, fragment.numel,
-                                                                       offset))
-                  for fragment, number, offset in fragments]
         self._matrices = {flat: [] for flat in flats}
         load = [0] * ranks.world()
         found: dict[tuple[int, str], Matrix] = {}
-        for number, name, shape, piece in (layout if replicated else sum(ranks.objects(layout), [])):
-            matrix = found.setdefault((number, name), Matrix(shape[0], math.prod(shape[1:]), []))
-            matrix.pieces.append(piece)
+        for rank, layout in layouts.items():
+            for fragment, number, offset in layout:
+                rows, *columns = fragment.shape
+                matrix = found.setdefault((number, fragment.name), Matrix(rows, math.prod(columns), []))
+                matrix.pieces.append(Piece(rank, fragment.start, fragment.numel, offset))
         for (number, _), matrix in found.items():
             most = max(piece.numel for piece in matrix.pieces)
             matrix.owner = min((piece.rank for piece in matrix.pieces if piece.numel == most), key=lambda r: load[r])

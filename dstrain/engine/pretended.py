@@ -2,11 +2,11 @@
 
 DeepSpeed runs as it always does. Its exchanges go to torch's fake process group, which answers at once and changes
 nothing. Its tensors are torch's fake ones, with shapes, types and devices: networks of any size take no memory.
-Where code reads a value, it gets zero.
+Where code reads a value, it gets zero, and where it selects elements by their values, none.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.engine import prepare_environment
 from dstrain.engine.engines import Engines
+from dstrain.engine.fragments import Fragment
 from dstrain.engine.initial import Networks, Values, weights_on_meta
+from dstrain.engine.masters import Masters
 from dstrain.ranks import group
 
 
@@ -56,11 +58,19 @@ def first_of(world: int) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """Gives zero where a value of a fake tensor is read."""
+    """Gives zero where a value of a fake tensor is read, and nothing where elements are selected by a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _zero(args[0])
+        if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
+            return torch.empty((0, args[0].ndim), dtype=torch.int64, device=args[0].device)
+        if func is aten._unique2.default and isinstance(args[0], FakeTensor):         # of none, where they are selected
+            return tuple(torch.empty(0, dtype=dtype, device=args[0].device)
+                         for dtype in (args[0].dtype, torch.int64, torch.int64))
+        if func is aten.index.Tensor and isinstance(args[1][0], FakeTensor) and args[1][0].dtype == torch.bool:
+            return args[0].new_empty((0, *args[0].shape[args[1][0].ndim:]))
         return func(*args, **(kwargs or {}))
 
 
@@ -74,13 +84,34 @@ def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
     for members in optimizer.param_groups:
         for weight in members["params"]:
             state = optimizer.state[weight]
-            if weight.grad is not None and not state:
+            if not state:
                 state["step"] = 0
                 state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
 
 
+class PretendedMasters(Masters):
+    """Masters that know what the ranks own that do not exist."""
+
+    def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+        share = self._of_stage3 if self.stage == 3 else self._of_stage12
+        return super()._layouts() if self.replicated else {rank: list(share(rank)) for rank in range(group.world())}
+
+    def _of_stage12(self, rank: int) -> Iterator[tuple[Fragment, int, int]]:
+        """The fragments of a rank: weights lie one behind the other, and are cut into shares of one size."""
+        for number, (weights, flat) in enumerate(zip(self._zero.bit16_groups, self.flats)):
+            begin, own = 0, range(rank * flat.numel(), (rank + 1) * flat.numel())
+            for weight in weights:
+                first, end = max(begin, own.start), min(begin + weight.numel(), own.stop)
+                if first < end:
+                    name, shape = self._names[id(weight)], tuple(weight.shape)
+                    yield Fragment(name, shape, first - begin, end - first), number, first - own.start
+                begin += weight.numel()
+
+
 class PretendedEngines(Engines):
     """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
+
+    _masters = PretendedMasters
 
     def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         with unset_fake_temporarily(), weights_on_meta():

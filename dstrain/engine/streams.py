@@ -12,7 +12,6 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,7 +22,7 @@ SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, 
          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}                       # bytes an element
 FLOATS = ("F64", "F32", "F16", "BF16")
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_CHUNK = 1 << 18            # bytes on the host at a time: they fit into the cache of a core
+CHUNK = 1 << 18             # bytes, or elements, on the host at a time: they fit into the cache of a core
 _MAX_HEADER = 100_000_000   # the limit of the safetensors library
 _OPEN_FILES = 64            # a thousand would meet the limit on descriptors
 
@@ -52,8 +51,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor to be written: its name, where it lies, and the type that it is to have."""
 
     name: str
@@ -142,7 +140,7 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str],
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
     header = render_header(path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries),
                            {"format": "pt", **metadata})
-    digest, buffer = Digest(), memoryview(bytearray(_CHUNK))
+    digest, buffer = Digest(), memoryview(bytearray(CHUNK))
     with open(path, "wb", buffering=0) as out, Files() as files:
         digest.update(memoryview(header))
         _put(out, memoryview(header))

@@ -11,6 +11,7 @@ Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
 import io
 import math
 import pickle
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dstrain.engine.streams import SIZES, Span, Stored
+from dstrain.engine.streams import CHUNK, SIZES, Span, Stored
 from dstrain.recipe import ConfigError
 
 _TYPES = {"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32",
@@ -75,10 +76,10 @@ class Content(NamedTuple):
 def altered(span: Span, crc: int) -> bool:
     """Whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
     actual, left = 0, span.nbytes
-    with open(span.path, "rb", buffering=0) as file:
+    with open(span.path, "rb") as file:
         file.seek(span.offset)
         while left and crc:
-            data = file.read(min(left, 1 << 18))
+            data = file.read(min(left, CHUNK))
             if not data:
                 return True
             actual = zlib.crc32(data, actual)
@@ -112,9 +113,8 @@ def _load(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         """Where a member's bytes stand."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
-        file.seek(info.header_offset)
-        head = file.read(30)                                                   # of the zip member, then name and extra
-        first = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        file.seek(info.header_offset + 26)                                     # of 30 bytes, then name and extra
+        first = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
         if first + info.file_size > length:
             raise ConfigError("it is truncated")
         return Span(path, first, info.file_size)
@@ -163,7 +163,7 @@ class _Unpickler(pickle.Unpickler):
                 return DType(_TYPES.get(kind, ""))
         module = "builtins" if module == "__builtin__" else module       # protocol 2 has Python 2's name of it
         self.asked.add(f"{module}.{name}")
-        return type(name.rpartition(".")[2] or "Shell", (Shell,), {"__module__": "shell"})
+        return type("Shell", (Shell,), {})                               # whose attributes a pickle may set
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, _ = pid
@@ -194,7 +194,7 @@ class _Tensor(_Rebuild):
     __slots__ = ()
 
     def __call__(self, storage: _Storage, offset: int, size: tuple[int, ...], strides: tuple[int, ...],
-                 _grad: bool = False, _hooks: Any = None, *more: Any) -> Stored:
+                 _grad: Any = None, _hooks: Any = None, *more: Any) -> Stored:
         dtype = more[0].name if more and isinstance(more[0], DType) else storage.dtype
         metadata = [value for value in more if value and not isinstance(value, DType)]
         if not isinstance(storage, _Storage) or dtype not in SIZES or metadata:
@@ -204,7 +204,7 @@ class _Tensor(_Rebuild):
         plain = 0 in shape or all(step == usual or n == 1 for step, usual, n in zip(steps, row_major, shape))
         reach = math.prod(shape) if plain else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
         outside = (offset + reach) * SIZES[dtype] > storage.span.nbytes
-        if len(shape) != len(steps) or min(offset, *shape, *steps, 0) < 0 or outside:
+        if len(shape) != len(steps) or any(value < 0 for value in (offset, *shape, *steps)) or outside:
             raise ConfigError("it holds a tensor that reaches beyond its storage: it is damaged")
         span = Span(storage.span.path, storage.span.offset + offset * SIZES[dtype], reach * SIZES[dtype])
         return Stored(dtype, shape, (span,), None if plain else steps)

@@ -12,6 +12,7 @@ from torch import Tensor
 from dstrain.encoders.precision import computing
 from dstrain.ranks import group
 
+NEIGHBOURS = 5                                    # the farthest that precision and its like look for
 _ROWS = 512                                       # of a matrix of distances at a time
 _SEED = 2020                                      # of the choices below, torch-fidelity's
 
@@ -60,7 +61,7 @@ def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
     return (kernel.sum() - kernel.trace()) / (len(x) * (len(x) - 1))
 
 
-def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int = 5) -> dict[str, float]:
+def manifold(features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS) -> dict[str, float]:
     """Precision, recall, density and coverage of float32 (N, D) against (M, D).
 
     precision, recall    share of one set within the balls of the other, whose radius is the distance to the third

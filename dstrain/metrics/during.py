@@ -43,8 +43,8 @@ class Quality:
             raise ConfigError(f"{key}: {run.system} draws no pictures while it trains"
                               f"{f' ({reason})' if system.generates else ''}: write every.metrics=0")
         if system.starts_from_data:
-            raise ConfigError(f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure what "
-                              "launch/generate.py --then draws")
+            raise ConfigError(f"{key}: {run.system} draws from given pictures: write every.metrics=0, and measure it "
+                              "by launch/evaluate.py RUN --metrics")
         with reworded(options=_OPTIONS):
             self._networks = table.chosen_networks(metrics, samples.features)
         own = built_in(data, samples.metrics_split)

@@ -44,6 +44,25 @@ class Images(ABC):
         """This rank's images, at most `size` at a time."""
 
 
+class Begun(Images):
+    """A set whose first batch is taken at once, so that its faults show before a large reference is read."""
+
+    def __init__(self, images: Images, size: int) -> None:
+        self.captions, self._length, self._size = images.captions, len(images), size
+        self._rest = images.batches(size)
+        self.first = next(self._rest, None)       # None: this rank has no images
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Once, and of the size that it began with."""
+        assert size == self._size
+        if self.first is not None:
+            yield self.first
+        yield from self._rest
+
+
 def _turns(count: int, size: int) -> Iterator[range]:
     """This rank's numbers below `count`."""
     for begin in range(group.rank() * size, count, size * group.world()):
@@ -53,9 +72,17 @@ def _turns(count: int, size: int) -> Iterator[range]:
 def open_set(path: Path, option: str) -> Images:
     """A folder of images (at any depth; of launch/generate.py by its .npz), a .zip of images, or an .npz with arr_0.
 
-    ConfigError with `option`: no images there.
+    ConfigError with `option`: no images there, or a single one.
     """
     path = samples_path(path.expanduser())
+    images = _opened(path, option)
+    if len(images) < 2:
+        raise ConfigError(f"{option} {path} holds {len(images)} image{'s' * (len(images) != 1)}, and metrics compare "
+                          "sets of images: give two or more")
+    return images
+
+
+def _opened(path: Path, option: str) -> Images:
     with _reading(path, option):
         if path.is_dir():
             return Files(path, sorted(file.relative_to(path).as_posix() for file in path.rglob("*")
@@ -122,6 +149,8 @@ class Arrays(Images):
             if values.ndim and len(values) != len(self):
                 raise ValueError(f"{name} has {len(values)} entries, and arr_0 {len(self)} images")
         labels = others.get("arr_1")
+        if labels is not None and labels.ndim == 1 and labels.dtype.kind not in "iu":
+            raise ValueError(f"arr_1 is {labels.dtype}, and labels are whole numbers")
         self.labels = torch.from_numpy(labels.astype(np.int64)) if labels is not None and labels.ndim == 1 else None
         self.captions = others["prompts"].tolist() if "prompts" in others else None
 
@@ -135,7 +164,8 @@ class Arrays(Images):
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, reversed_axes, dtype = read(stream)
-            if dtype != np.uint8 or reversed_axes or len(shape) not in (4, 5) or shape[-1] not in (1, 3):
+            if (dtype != np.uint8 or reversed_axes or len(shape) not in (4, 5) or shape[-1] not in (1, 3)
+                    or 0 in shape[1:]):
                 raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
             yield stream, shape
 

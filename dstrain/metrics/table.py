@@ -7,7 +7,7 @@ from typing import Any
 
 from dstrain.metrics import distances
 from dstrain.metrics.features import BUILT_IN, SOURCES, open_features
-from dstrain.metrics.images import Batch, Images
+from dstrain.metrics.images import Batch, Begun, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
@@ -115,12 +115,8 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
     scores are not needed; progress: called with the number of images that this rank has done.
     ConfigError: captions or labels are needed, and the set has none; fewer than two images.
     """
-    if len(images) < 2:
-        raise ConfigError("metrics compare sets of images: give two or more")
-    needs: dict[str, set[str]] = {}
-    for metric, network in networks.items():
-        if METRICS[metric].compares or not compared:
-            needs.setdefault(network.name, set()).update(METRICS[metric].needs)
+    _require_enough(images)
+    needs = _needs(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {name: Collector(by_name[name], len(images), keep * ("kept" in of), "mean" in of, "scores" in of,
@@ -132,6 +128,38 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
             collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
         progress(len(batch.numbers))
     return {name: collector.result() for name, collector in collectors.items()}
+
+
+def begun(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
+    """The set for `collect` with the same arguments, its first batch taken, and checked; on all ranks together.
+
+    ConfigError: as `collect` with this batch, or too few images for pr and dc.
+    """
+    _require_enough(images)
+    by_neighbours = [name for name in networks if name in ("pr", "dc")]
+    if by_neighbours and min(len(images), keep) <= distances.NEIGHBOURS:
+        raise ConfigError(f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
+                          f"image among {min(len(images), keep)}: take {distances.NEIGHBOURS + 1} or more, and as much "
+                          "--kept")
+    begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
+    if begun.first is not None:
+        for name, needs in _needs(networks).items():
+            _require(begun.first, by_name[name], needs)
+    return begun
+
+
+def _require_enough(images: Images) -> None:
+    if len(images) < 2:
+        raise ConfigError("metrics compare sets of images: give two or more")
+
+
+def _needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
+    """What metrics need of a set, by name of the network. compared: it is the reference."""
+    needs: dict[str, set[str]] = {}
+    for metric, network in networks.items():
+        if METRICS[metric].compares or not compared:
+            needs.setdefault(network.name, set()).update(METRICS[metric].needs)
+    return needs
 
 
 def _require(batch: Batch, network: Features, needs: set[str]) -> None:

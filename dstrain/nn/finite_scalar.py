@@ -19,7 +19,8 @@ from dstrain.nn.lookup_free import Quantized
 from dstrain.nn.quantize import wide
 from dstrain.recipe import ConfigError
 
-_MARGIN = 1e-3                                    # by which the bound exceeds the outermost levels, as published
+_MARGIN = 1e-3                                    # share by which the bound exceeds the outermost levels, as published
+_MOST = 1000                                      # levels of a number: then the bound is half a level above the last
 
 
 class FiniteScalar(nn.Module):
@@ -58,8 +59,11 @@ def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """The number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...)."""
-    places = z.round().long() + z.new_tensor([size // 2 for size in levels], dtype=torch.int64)
+    """The number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
+
+    NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
+    """
+    places = z.nan_to_num().round().long() + z.new_tensor([size // 2 for size in levels], dtype=torch.int64)
     return (places * _strides(levels, z.device)).sum(-1)
 
 
@@ -75,9 +79,12 @@ def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
-    """ConfigError: a number of levels below 2, or another product than the codebook's size, the field `key`."""
-    if not levels or min(levels) < 2:
-        raise ConfigError(f"levels {list(levels)}: give two levels or more for each number, such as [8, 6, 5]")
+    """ConfigError: too few or too many levels of a number, or their product is not the codebook's size, field `key`.
+
+    At two levels the bound has a slope of 0.001 at 0, and nothing is learned; beyond 1000 its margin is a whole level.
+    """
+    if not levels or min(levels) < 3 or max(levels) > _MOST:
+        raise ConfigError(f"levels {list(levels)}: give 3 to {_MOST} levels for each number, such as [8, 6, 5]")
     if math.prod(levels) != codebook_size:
         raise ConfigError(f"levels {list(levels)} make {math.prod(levels)} tokens and {key} is {codebook_size}: write "
                           f"{key}={math.prod(levels)}, or other levels")

@@ -21,8 +21,9 @@ class Bar(tqdm):
             self.n += n                                      # tqdm leaves a hidden bar where it began
         else:
             phases().heard()
+        drawn = super().update(n)
         self._at()
-        return super().update(n)
+        return drawn
 
     def _at(self) -> None:
         phases().at(f"{self._phase}: {self.n:,} of {self.total:,}")

@@ -4,6 +4,7 @@ All problems are collected and raised together as one ConfigError. Overrides are
 (`optimizer.betas=[0.9,0.95]`). The model section is any mapping here; `check` gives it to the system's own Config.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -162,17 +163,17 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event, self._depth = self.peek_event(), self._depth + 1
         tag = getattr(event, "tag", None)
-        problem = f"the tag {tag} is none of a recipe's" if tag else f"it is nested deeper than {_DEEPEST} levels"
-        if len(self._sizes) >= _LARGEST:
-            problem = f"it holds more than {_LARGEST} entries"
-        if tag or self._depth > _DEEPEST or len(self._sizes) >= _LARGEST:
+        problem = (f"the tag {tag} is none of a recipe's" if tag else
+                   f"it is nested deeper than {_DEEPEST} levels" if self._depth > _DEEPEST else
+                   f"it holds more than {_LARGEST} entries" if len(self._sizes) >= _LARGEST else None)
+        if problem:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else \
             node.value if isinstance(node, yaml.SequenceNode) else []
         if isinstance(event, yaml.AliasEvent):               # without a size within what it names: it has no end
-            size = self._sizes.get(node, _LARGEST + 1)
+            size = self._sizes.get(node, math.inf)
         else:
             size = self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, inner))
         if size > _LARGEST:

@@ -110,7 +110,7 @@ def divisors(number: int) -> str:
 
 def as_text(value: Any) -> str:
     """A value as it would be written in an override."""
-    if isinstance(value, str) and "\0" in value:
+    if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}
     text = named[value] if value is None or isinstance(value, (bool, str)) and value in named else str(value)

@@ -285,7 +285,7 @@ class Run(Section):
     system: Annotated[str, FIXED] = "dit"    # a folder of dstrain/systems/, or a package of your own: my_lab.edm
     folder: Path | None = None               # None: runs/NAME
     steps: PositiveInt = 1000                # optimizer steps in all; may grow between runs
-    seed: Annotated[int, Field(ge=0, lt=2**63), FIXED] = 0
+    seed: Annotated[Count, FIXED] = 0
     init_from: Path | None = None            # weights to start from: a published file or a run
     compile: Literal["auto", "on", "off"] = "auto"     # the repeated block; auto: on a GPU
     channels_last: bool = False              # images enter the networks as NHWC, which GPUs convolve faster

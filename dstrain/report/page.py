@@ -1,6 +1,8 @@
 """report.html: one file that opens offline, with plotly's curves, pictures as data: URLs, and all texts escaped."""
 
 import json
+import math
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -36,9 +38,10 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     _plotly()
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
-    unique = len(set(names)) == len(names)
-    records = [read(folder, None if len(folders) == 1 else name if unique else str(folder))
-               for folder, name in zip(folders, names)]
+    if len(set(names)) < len(names):                         # runs of one name are told apart by their folders
+        above = Path(os.path.commonpath([folder.parent for folder in folders]))
+        names = [str(folder.relative_to(above)) for folder in folders]
+    records = [read(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
     text = html(records)
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
@@ -157,6 +160,8 @@ def _facts(record: Record) -> dict[str, str]:
 
     put("samples seen", "images_seen", "{:,.0f}")
     put("loss", "loss")
+    if state.loss is not None and not math.isfinite(state.loss):         # the column's last value is an older one
+        facts["loss"] = str(state.loss)
     put("held-out loss", "held_out/loss")
     put("samples/s", "samples_per_second")
     put("MFU", "mfu", "{:.1%}")
@@ -179,11 +184,14 @@ def _facts(record: Record) -> dict[str, str]:
 
 
 def _differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """Entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run."""
+    """Entries of recipe and DeepSpeed settings in which runs differ: key, and the value of each run. Those that a run
+    does not have, as runs of two systems have other models, stand last.
+    """
     tables = [record.flat() for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))
     rows = [(key, [table.get(key, "absent") for table in tables]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    differing = [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    return sorted(differing, key=lambda row: "absent" in row[1])
 
 
 def _when(seconds: float) -> str:

@@ -52,6 +52,8 @@ class Record:
 def read(folder: Path, label: str | None = None) -> Record:
     """All that a run's folder holds. ConfigError: it is no run's."""
     if not (folder / "run.yaml").exists():
+        if state(folder).state == "beginning":
+            raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
         raise ConfigError(f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
                           "example runs/dit-small")
     remarks: list[str] = []
@@ -82,14 +84,14 @@ def read(folder: Path, label: str | None = None) -> Record:
     record.log = [line for line in attempt("log.txt", _lines, []) if not _is_metrics(line)]
     record.data = "\n".join(attempt("data.txt", _lines, []))
     if columns.foreign:
-        remarks.append(f"{columns.foreign:,} lines of metrics.jsonl are half-written or foreign, and left out")
+        remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
     if columns.dropped:
         remarks.append(f"{len(columns.dropped):,} names of metrics.jsonl are left out: there are too many")
     if not len(columns.steps):
         remarks.append("metrics.jsonl holds no report yet: there are no curves")
     if not record.pictures:
         remarks.append("samples/ holds no picture")
-    if not record.starts:
+    if not record.starts and record.state.state != "beginning":
         remarks.append("events.jsonl tells no start (earlier versions wrote none): hardware, versions and resumes are "
                        "unknown")
     return record

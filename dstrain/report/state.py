@@ -22,7 +22,8 @@ class State:
     """Where a run stands; None: its folder does not say."""
 
     run: str
-    state: str                               # running, complete, stopped, dead, imported, or unknown: no locks there
+    state: str                               # beginning (no report yet), running, complete, stopped, dead, imported, or
+                                             # unknown: no locks there
     step: int | None
     steps: int | None
     loss: float | None
@@ -45,7 +46,7 @@ def runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _within(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "run.yaml").is_file():
+    if (folder / "run.yaml").is_file() or _held(folder / ".lock"):       # a start writes run.yaml after its checks
         yield folder
     elif depth:
         try:
@@ -74,7 +75,7 @@ def state(folder: Path) -> State:
     if steps is not None and step is not None and step >= steps:
         word = "complete"                                    # though it may be held until the last files are written
     elif (held := _held(folder / ".lock")) is not False and not _ends(folder, note):
-        word = "running" if held else "unknown"
+        word = "unknown" if not held else "beginning" if step is None else "running"
     else:
         word = _ended(note) or ("imported" if saved == [0] and step is None else "dead")
     return State(folder.name if folder.name else str(folder), word, None if step is None else int(step), steps,
@@ -83,7 +84,7 @@ def state(folder: Path) -> State:
 
 
 def table(states: list[State]) -> str:
-    """States as lines of text, with the last line of its log for each dead run."""
+    """States as lines of text, with the last line of its log for each dead run, and damaged recipes."""
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
         step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
@@ -94,7 +95,9 @@ def table(states: list[State]) -> str:
                      "-" if one.seconds_since is None else f"{duration(one.seconds_since)} ago", one.picture or "-"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join(lines + [f"{one.run}: {one.note}" for one in states if one.state == "dead" and one.note])
+    lines += [f"{one.run}: {one.note}" for one in states if one.state == "dead" and one.note]
+    return "\n".join(lines + [f"{one.run}: its run.yaml is missing or damaged" for one in states
+                              if one.steps is None and one.state != "beginning"])
 
 
 def as_json(one: State) -> dict[str, Any]:

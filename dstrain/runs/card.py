@@ -19,7 +19,7 @@ import numpy as np
 
 from dstrain import __version__
 from dstrain.engine.manifest import manifest
-from dstrain.recipe import Run, dump
+from dstrain.recipe import Run, Samples, dump
 
 GRID = "samples.png"
 _KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
@@ -96,12 +96,24 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     lines += ["This code was run on this folder when it was written, without dstrain. What it drew differs by "
               f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
               f"from the same noise; above {limit:.1e} the export would have been refused."
-              + f" The run's own pictures take {run.samples.num_steps} steps." * ("images = pipeline" in code), ""]
+              + f" The run's own pictures take {_settings(run.samples, class_name)}."
+              * ("images = pipeline" in code), ""]
     lines += [f"Note: {note}.", ""] if note else []
     recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
     lines += ["## Recipe", "", "```yaml", *recipe, "```", "", "## Licence", "", "Not stated: whoever publishes these "
               "weights says here under which licence, and what that of the data allows.", ""]
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _settings(samples: Samples, class_name: str) -> str:
+    """How a run draws, in the words of the pipelines."""
+    words = [f"{samples.num_steps} steps"]
+    if samples.guidance_scale != 1:
+        words.append(f"guidance_scale={samples.guidance_scale:g}")
+        if samples.guidance_interval:
+            unknown = ", which DiTPipeline does not know" if class_name == "DiTPipeline" else ""
+            words.append(f"guidance_interval={samples.guidance_interval}{unknown}")
+    return ", ".join(words)
 
 
 def _published(run: Run) -> Run:

@@ -101,6 +101,7 @@ class WandbSink:
         self._closing.set()
         thread.join(seconds)
         if thread.is_alive():
+            self.dropped += self._queue.qsize()      # they are in no file of wandb's yet
             self._note(f"wandb: not finished after {seconds:g} s; `{self._sync}` sends what is left")
         if self.dropped:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")

@@ -1,7 +1,13 @@
 """Latents that others have cached, taken over: real files of their layouts, and what does not fit."""
 
+import ast
+import gc
+import io
 import json
 import pickle
+import sys
+import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dstrain.data.foreign import open_foreign
+from dstrain.data.foreign import _array, open_foreign
 from dstrain.data.latents import Latents
+from dstrain.data.source import BadSample
 from dstrain.encode import EncodeOptions, encode
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError
@@ -65,16 +72,27 @@ def edm2(root: Path) -> np.ndarray:
     return codes[:, None]
 
 
+def edm2_zip(root: Path) -> np.ndarray:
+    """The same as its dataset_tool.py writes it into a zip file: stored members, dataset.json the last one."""
+    codes = edm2(root.with_suffix(".folder"))
+    files = sorted(path for path in root.with_suffix(".folder").rglob("*") if path.is_file())
+    with zipfile.ZipFile(root, "w") as archive:
+        for path in sorted(files, key=lambda path: path.suffix == ".json"):
+            archive.write(path, path.relative_to(root.with_suffix(".folder") / "vae-sd"))
+    return codes
+
+
 def options(root, vae, **changes):
     return EncodeOptions(**dict(out=root / "out", from_latents=str(root / "theirs"), first_stage=str(vae), batch=4,
                                 shard_size=9, dtype="float32") | changes)
 
 
-@pytest.mark.parametrize("write", [fast_dit, lightning, edm2])
+@pytest.mark.parametrize("write", [fast_dit, lightning, edm2, edm2_zip])
 def test_taken_over(tmp_path, vae, write):
     """Oracle: the plain arrays; the first stage's own fingerprint and size; labels counted by hand."""
-    codes = write(tmp_path / "theirs")
-    index = encode(options(tmp_path, vae))
+    name = "theirs.zip" if write is edm2_zip else "theirs"
+    codes, order = write(tmp_path / name), options(tmp_path, vae, from_latents=str(tmp_path / name))
+    index = encode(order)
     source, every = Latents(tmp_path / "out"), torch.arange(NUMBER)
     encoding = index["encoding"]
     assert encoding["first_stage"] == Autoencoder(str(vae)).fingerprint() and encoding["image_size"] == 16
@@ -88,8 +106,7 @@ def test_taken_over(tmp_path, vae, write):
     wide = codes.astype(np.float64)
     variance = wide[:, :, 0].var() + ((wide[:, :, 1] ** 2).mean() if codes.shape[2] == 2 else 0.0)
     assert index["statistics"]["std"] == pytest.approx(np.sqrt(variance), rel=1e-6)
-    again = encode(options(tmp_path, vae))
-    assert again == index and len(list((tmp_path / "out").glob("shard*"))) == 3
+    assert encode(order) == index and len(list((tmp_path / "out").glob("shard*"))) == 3
 
 
 def test_normalized_by_channel(tmp_path, vae):
@@ -159,7 +176,35 @@ def test_what_cannot_be_taken_over(tmp_path, vae):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             encode(options(listed, vae))
+    archive = tmp_path / "theirs.zip"
+    for members, words in (({"a.npy": b"", "dataset.json": b'{"labels": [["b.npy", 1]]}'}, "does not hold, b.npy"),
+                           ({"a.npy": b""}, "lists no files with labels"), (None, "it is no zip file")):
+        with zipfile.ZipFile(archive, "w") as file:
+            for name, content in (members or {}).items():
+                file.writestr(name, content)
+        if members is None:
+            archive.write_bytes(b"none")
+        with pytest.raises(ConfigError, match=words):
+            encode(options(listed, vae, from_latents=str(archive)))
     assert not any((root / "out").exists() for root in (fast, shards, listed))
+
+
+def test_a_zip_of_latents_believes_no_header(tmp_path):
+    """Oracle: the rule of bad_files.py: a header that promises a terabyte, or Python objects, is a bad sample."""
+    headers = {"0.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 4, 4)},
+               "1.npy": {"descr": "<f4", "fortran_order": False, "shape": (2, 1 << 19, 1 << 19)},
+               "2.npy": {"descr": "|O", "fortran_order": False, "shape": (2, 4, 4)}}
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, header in headers.items():
+            content = io.BytesIO()
+            np.lib.format.write_array_header_1_0(content, header)
+            archive.writestr(name, content.getvalue() + bytes(128))
+        archive.writestr("dataset.json", json.dumps({"labels": [[name, 3] for name in headers]}))
+    source = open_foreign(tmp_path / "a.zip")
+    assert source[0]["codes"].shape == (1, 2, 1, 4, 4) and source[0]["label"] == 3
+    for index in (1, 2):
+        with pytest.raises(BadSample, match=f"{index}.npy"):
+            source[index]
 
 
 def test_damaged_and_hostile_files(tmp_path, vae):
@@ -177,3 +222,35 @@ def test_damaged_and_hostile_files(tmp_path, vae):
     np.testing.assert_allclose(batch["latent_mean"], codes[[4, 9, 13, 13], 0, 0], rtol=3e-7)
     np.save(features / "0.npy", codes[1, 0])
     assert open_foreign(tmp_path / "theirs").contents() != index["encoding"]["data"]
+
+
+def test_two_threads_that_parse_headers(tmp_path):
+    """Oracle: the array. Where garbage is collected while CPython parses, another thread's parsing spoils the first:
+    SystemError, AST constructor recursion depth mismatch (CPython's issue 106905). The file is whole, and read again.
+    """
+    parsed = []
+
+    class Garbage:
+        def __init__(self):
+            self.circle = self
+
+        def __del__(self):
+            if parsed:
+                return
+            if sys._getframe(1).f_code is not ast.parse.__code__:
+                Garbage()
+                return
+            parsed.append(True)
+            thread = threading.Thread(target=ast.literal_eval, args=("1",))
+            thread.start()
+            thread.join()
+
+    np.save(tmp_path / "a.npy", np.arange(4))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        Garbage()
+        assert _array(tmp_path, "a.npy", 1).tolist() == [0, 1, 2, 3]
+    finally:
+        gc.set_threshold(*thresholds)
+    assert parsed

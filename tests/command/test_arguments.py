@@ -7,16 +7,21 @@ import pytest
 from dstrain.command import arguments
 
 
-def test_runs_and_their_weights(tmp_path):
-    """Oracle: the parts written out; a folder whose name holds a colon is a folder."""
-    assert arguments.weights("runs/a") == (type(tmp_path)("runs/a"), None)
-    assert arguments.weights("runs/a:0.99") == (type(tmp_path)("runs/a"), 0.99)
-    assert arguments.weights("runs/a:raw") == (type(tmp_path)("runs/a"), "raw")
-    (tmp_path / "a:0.9").mkdir()
-    assert arguments.weights(str(tmp_path / "a:0.9")) == (tmp_path / "a:0.9", None)
+def test_runs_that_guide(tmp_path):
+    """Oracle: the parts written out; a folder whose name holds a colon or an @ is a folder."""
+    folder = type(tmp_path)
+    assert arguments.guide("runs/a") == (folder("runs/a"), None, None)
+    assert arguments.guide("runs/a:0.99") == (folder("runs/a"), 0.99, None)
+    assert arguments.guide("runs/a@400") == (folder("runs/a"), None, 400)
+    assert arguments.guide("runs/a@400:raw") == (folder("runs/a"), "raw", 400)
+    for name in ("a:0.9", "b@3"):
+        (tmp_path / name).mkdir()
+        assert arguments.guide(str(tmp_path / name)) == (tmp_path / name, None, None)
+        assert arguments.guide(f"{tmp_path / name}@7:raw") == (tmp_path / name, "raw", 7)
 
 
-@pytest.mark.parametrize("kind, text", [("weights", "a:1.5"), ("weights", "a:best"), ("interval", "1"), ("portion", "1.1"),
+@pytest.mark.parametrize("kind, text", [("guide", "a:1.5"), ("guide", "a:best"), ("guide", "a@-1"),
+                                        ("interval", "1"), ("portion", "1.1"),
                                         ("interval", "2,1"), ("interval", "0,inf"), ("portion", "-1"), ("size", "320"),
                                         ("size", "0x8"), ("size", "8x8x8")])
 def test_what_is_refused(kind, text):

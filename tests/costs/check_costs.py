@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain import recipe, systems
 from dstrain.command.job import checked
-from dstrain.costs import rank, step
+from dstrain.costs import rank, states, step
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.engines import Engines
@@ -24,27 +24,39 @@ from tests.support.launch import ROOT
 from tests.support.live import Live
 
 BUCKET = 20_000
-VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}", "batch.micro=1")
-CASES = {"dit summed": ("tiny", "batch.micro=1", "model.recompute=all", "ema.profiles=[0.1]"), "vae": VAE,
-         "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0")}
+VAE = ("tiny-vae", "model.kl.discriminator={start: 0, n_layers: 1, base_channels: 8}", "batch.micro=2")
+DIT = ("tiny", "batch.micro=1", "model.recompute=all", "ema.profiles=[0.1]")
+CASES = {"dit summed": DIT, "dit fp32": ("tiny", "model.recompute=all"), "vae": VAE,
+         "iddpm": ("tiny-iddpm", "batch.micro=4"),
+         "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"), "prior": ("tiny-prior",),
+         "tokenizer": ("tiny-phenaki-tokenizer",),
+         "muon": ("tiny", "optimizer.name=muon", "batch.micro=2"),
+         "8 bits": ("tiny", "model.hidden_size=64", "optimizer.name=adamw8bit"),
+         "offloaded summed": ("tiny", "batch.micro=2"), "all offloaded": ("tiny",),
+         "secondary": ("tiny", "model.hidden_size=64", "batch.micro=1")}
+ON_HOST = {"device": "cpu", "pin_memory": True}
+ZERO = {"offloaded summed": {"offload_optimizer": ON_HOST},
+        "all offloaded": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+        "secondary": {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 1000}}
+STAGES = {1: {"dit summed": (2, 3)},
+          2: {"dit summed": range(4), "dit fp32": (2,), "vae": (1, 3), "phenaki": (2, 3), "iddpm": (2,),
+              "prior": (2,), "tokenizer": (1,), "muon": (2, 3), "8 bits": (3,), "offloaded summed": (2,), "all offloaded": (3,)},
+          4: {"dit summed": (2, 3), "muon": (1,), "secondary": (3,)}}
 
 
-def configurations(world: int) -> list[tuple[str, int, bool]]:
-    """Case, stage, and whether in bf16."""
-    if world != 2:
-        return [("dit summed", 2, True), ("dit summed", 3, True)]
-    return ([("dit summed", stage, True) for stage in range(4)] + [("vae", 1, True), ("vae", 3, True)]
-            + [("phenaki", 2, True), ("phenaki", 3, True)])
+def configurations(world: int) -> list[tuple[str, int]]:
+    """Case and stage."""
+    return [(case, stage) for case, stages in STAGES[world].items() for stage in stages]
 
 
-def prepared(folder: Path, case: str, stage: int, bf16: bool, world: int) -> tuple[Run, dict[str, Any]]:
+def prepared(folder: Path, case: str, stage: int, world: int) -> tuple[Run, dict[str, Any]]:
     name, *words = CASES[case]
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
     run, problems = checked(recipe.load(ROOT / "tests" / "launch" / f"{name}.yaml", words))
     assert not problems
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": 1000, "stage3_max_live_parameters": BUCKET}
-    return run, resolve({"zero_optimization": zero, "bf16": {"enabled": bf16}}, run, world, "cpu")
+            "stage3_param_persistence_threshold": 1000, "stage3_max_live_parameters": BUCKET, **ZERO.get(case, {})}
+    return run, resolve({"zero_optimization": zero, "bf16": {"enabled": case != "dit fp32"}}, run, world, "cpu")
 
 
 def without_values() -> None:
@@ -58,20 +70,20 @@ def real(folder: Path, world: int) -> None:
         tokenizers.save(folder / "tokens")
     group.barrier()
     figures = {}
-    for case, stage, bf16 in configurations(world):
-        run, settings = prepared(folder, case, stage, bf16, world)
+    for case, stage in configurations(world):
+        run, settings = prepared(folder, case, stage, world)
         system = systems.build(run.system, run.model)
         with Live() as live:
             measured, engines, ema = step.measure(run, settings, system, Engines)
         own = asdict(measured) | {"live": live.peak, "still": live.now}
         if stage in (1, 3):
-            path = folder / f"{world} {case} {stage} {bf16}"
+            path = folder / f"{world} {case} {stage}"
             Checkpoints(path, engines, ema, system).save(1, last=True)
             files = [file for file in path.rglob("*.safetensors") if not file.name.startswith("index-")]
             tensors = [tensor for file in files for tensor in read_header(file)[0].values()]
             own["checkpoint"] = sum(span.nbytes for tensor in tensors for span in tensor.spans)
             group.barrier()
-        figures[f"{case} {stage} {bf16}"] = own
+        figures[f"{case} {stage}"] = own
         del engines, ema
     if group.rank() == 0:
         (folder / f"real {world}.json").write_text(json.dumps(figures))
@@ -82,11 +94,12 @@ def counted(folder: Path, worlds: tuple[int, ...]) -> None:
     without_values()
     figures = {}
     for world in worlds:
-        for case, stage, bf16 in configurations(world):
-            run, settings = prepared(folder, case, stage, bf16, world)
+        for case, stage in configurations(world):
+            run, settings = prepared(folder, case, stage, world)
             system = systems.build(run.system, run.model)
             measured = asdict(rank.pretended(run, settings, system, world, "cpu")[0])
-            figures[f"{world} {case} {stage} {bf16}"] = measured | {"checkpoint": rank.whole(run, system)[1]}
+            figures[f"{world} {case} {stage}"] = measured | {
+                "checkpoint": states.whole(run, system)[1], "states": states.states(run, system, settings, world)}
     (folder / "counted.json").write_text(json.dumps(figures))
 
 
@@ -95,7 +108,7 @@ def many(folder: Path) -> None:
     without_values()
     figures = {}
     for stage in (1, 2, 3):
-        run, settings = prepared(folder, "dit summed", stage, True, 2)
+        run, settings = prepared(folder, "dit summed", stage, 2)
         settings, figures[stage] = rank._accumulating(settings, 5), []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)

@@ -11,6 +11,7 @@ from dstrain.command import cli
 from dstrain.costs import advice
 from dstrain.costs.chips import CHIPS, Chip
 from dstrain.costs.estimate import changes
+from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT
 
 WORLD, BATCH = 4, 8
@@ -70,6 +71,19 @@ def test_the_smallest_change(case):
     assert len(changes(tight.estimate(), change)) == 1
 
 
+def test_what_computes_least(case):
+    """Oracle: each single change, counted anew: where no chip is named, advice is the one of those that fit which puts
+    least on the host and computes least again; and the network of no chip is refused.
+    """
+    tight = on(case, takes(case.estimate()) - 1)
+    fitting = [other for way in neighbours() if (other := tight.changed(**way).estimate()).fits]
+    costs = sorted((other.host, other.counts.recomputed) for other in fitting)
+    change = advice.advice(tight.estimate(), tight)
+    assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
+    with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
+        plan.case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
+
+
 def test_several_changes(case):
     """Oracle: all pairs of choices, each counted anew, where no single one fits."""
     singles = [takes(case.changed(**way).estimate()) for way in neighbours()]
@@ -85,7 +99,7 @@ def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2 ** 30)
     assert advice.advice(least.estimate(), least) is None
-    assert "take more GPUs" in plan.plan(least)
+    assert "take larger GPUs" in plan.plan(least)
 
 
 def test_the_fastest_change(case):

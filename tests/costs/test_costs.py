@@ -8,8 +8,8 @@ from tests.costs import check_costs
 from tests.costs.check_costs import configurations
 
 WORLDS = (1, 2, 4)
-STATES = ("weights", "persistent", "masters", "moments", "gradients", "average")
-ALL = [f"{world} {case} {stage} {bf16}" for world in WORLDS for case, stage, bf16 in configurations(world)]
+STATES = ("weights", "persistent", "masters", "moments", "gradients", "average", "staging")
+ALL = [f"{world} {case} {stage}" for world in WORLDS for case, stage in configurations(world)]
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,18 @@ def test_bytes_between_steps(figures, name):
     counts it, which knows nothing of kinds.
     """
     real, counted = figures[name]
-    assert {"weights", "masters", "moments", "average"} <= counted["kept"].keys()
+    assert {"weights", "moments", "average"} <= counted["kept"].keys()
     assert all(counted["kept"].get(kind) == real["kept"].get(kind) for kind in STATES)
-    assert sum(counted["kept"].values()) == pytest.approx(real["still"], rel=0.02)
+    assert sum(size for kind, size in counted["kept"].items() if kind != "inputs") == pytest.approx(
+        real["still"], rel=0.002)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_peak(figures, name):
-    """Oracle: the most bytes that are alive in the real command, within a fifth."""
+    """Oracle: the most bytes that are alive in the real command."""
     real, counted = figures[name]
     peak = max(sum(counted[when].values()) for when in ("passes", "update"))
-    assert peak == pytest.approx(real["live"], rel=0.2)
+    assert peak == pytest.approx(real["live"], rel=0.03)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -53,11 +54,31 @@ def test_exchanges(figures, name):
     assert bool(counted["collectives"]) == (name[0] != "1")
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name.split()[-2] in "13"])
-def test_checkpoint(figures, name):
-    """Oracle: the tensors in the files of a real checkpoint."""
+@pytest.mark.parametrize("name", ALL)
+def test_states_without_a_count(figures, name):
+    """Oracle: the tensors that real ranks have allocated, but for padding and the networks' buffers: at most a tenth of
+    networks of a few thousand weights.
+    """
     real, counted = figures[name]
-    assert counted["checkpoint"] == real["checkpoint"]
+    for kind in ("weights", "masters", "moments", "average"):
+        assert counted["states"].get(kind, 0) == pytest.approx(real["kept"].get(kind, 0), rel=0.1)
+    waiting = [sum(kinds.get(kind, 0) for kind in ("gradients", "staging")) for kinds in
+               (counted["states"], real["kept"], real["passes"])]
+    summed = "summed" in name or name[-1] == "3"             # else a gradient ends when it is reduced
+    assert not summed or waiting[0] == pytest.approx(max(waiting[1:]), rel=0.1)
+
+
+def test_computed_again(figures):
+    """Oracle: stage 2, for stage 3, whose linear layers are ZeRO's own: the same blocks compute as much again."""
+    again = [side["recomputed"] for stage in (2, 3) for side in figures[f"2 dit summed {stage}"]]
+    assert min(again) == max(again) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name[-1] in "13"])
+def test_checkpoint(figures, name):
+    """Oracle: the tensors in the files of a real checkpoint. Small flats have no moments of 8 bits."""
+    real, counted = figures[name]
+    assert counted["checkpoint"] == pytest.approx(real["checkpoint"], rel=0.002 if "8 bits" in name else 0)
 
 
 def test_many_micro_batches(in_fork, tmp_path):

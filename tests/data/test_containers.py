@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import struct
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -129,6 +130,33 @@ def test_tars_of_others(tmp_path):
     assert [row[:3] for row in samples(SUFFIXES)] == [("a.tar/b/0", "cat", ()), ("a.tar/b/1", "dog", ())]
     assert samples((".mp4", ".png"), noun="clips", captions=True, labels="none") == [
         (f"a.tar/b/{number}", None, ("a text", "another"), b"film") for number in (0, 1)]
+
+
+@pytest.mark.parametrize("name, words", [("0.png", r"a.tar is no readable tar file \(it has two members 0.png"),
+                                         ("1.v2.png", r"a.tar: 1.v2.png has several dots")])
+def test_images_that_would_be_lost_without_a_word(tmp_path, name, words):
+    """Oracle: the contract: an image that has no key of its own is named."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for member in ("0.png", name):
+            archive.addfile(tarfile.TarInfo(member))
+    with pytest.raises(ConfigError, match=words):
+        open_images(tmp_path / "a.tar", 16)
+
+
+def test_columns_are_of_tables(tmp_path):
+    """Oracle: the contract: what data.columns names and the data cannot have is refused; in a mixture others may."""
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        image = io.BytesIO()
+        picture(3).save(image, "PNG")
+        writer.write({"__key__": "0", "png": image.getvalue()})
+    columns = {"caption": "alt"}
+    for path in (tmp_path / "a.tar", "builtin:fashion"):
+        with pytest.raises(ConfigError, match="data.columns"):
+            open_sources(Data(path=str(path), columns=columns))
+    (tmp_path / "list.csv").write_text("path,alt\na.png,text\n")
+    picture(3).save(tmp_path / "a.png")
+    mixture = [{"path": str(tmp_path / name)} for name in ("a.tar", "list.csv")]
+    assert len(open_sources(Data(mixture=mixture, columns=columns))[0]) == 2
 
 
 @pytest.mark.parametrize("name, command", [("a.tar.gz", "gunzip "), ("a.tgz", "gunzip "),
@@ -318,7 +346,7 @@ def test_pickles_of_python_3(protocol):
     value = read_pickle(content)
     assert value["labels"] == [1, 2, 3, 2 ** 40] and value["more"] == (None, True, 1.5, [], {})
     if protocol == 2:
-        with pytest.raises(ConfigError, match="no plain array"):
+        with pytest.raises(ConfigError, match="write it with protocol=4"):
             as_array(value["data"])
         return
     array = as_array(value["data"])

@@ -1,5 +1,6 @@
 """Hugging Face's data sets: files as `datasets` writes them, and what is hostile or missing in them."""
 
+import io
 import json
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from dstrain.data.files import LocalFiles
 from dstrain.data.images import open_images
@@ -18,7 +20,9 @@ from dstrain.data.layouts.base import Request
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import BadSample
 from dstrain.data.sources import open_sources
+from dstrain.encoders.text import captions_of
 from dstrain.recipe import ConfigError, Data
+from tests.support.clips import moving, write
 from tests.support.launch import environment
 from tests.support.pictures import folder
 
@@ -167,6 +171,43 @@ def test_what_is_wrong_is_named(tmp_path, plain):
     with pytest.raises(BadSample, match="neither bytes nor a file"):
         source[4]
     assert source[5]["label"] == 0
+
+
+@pytest.mark.parametrize("labels, classes", [
+    (pa.array(["b", "a", "b"]).dictionary_encode(), ("a", "b")), (pa.array([True, False, True]), ("0", "1")),
+    (pa.array([1.0, 0.0, 1.0]), None), (pa.array([[1], [0], [1]]), ())])
+def test_labels_as_pandas_writes_them(tmp_path, labels, classes):
+    """Oracle: labels by hand: categories and truths are classes, fractions are refused, boxes and the like are none."""
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    content = {"image": [image.getvalue()] * 3, "label": labels, "caption": [["x"], [], ["y", "z"]]}
+    pq.write_table(pa.table(content), tmp_path / "a.parquet")
+    if classes is None:
+        with pytest.raises(ConfigError, match="the column label holds double.*data.labels=none"):
+            open_images(tmp_path / "a.parquet", 8)
+        return
+    source = open_images(tmp_path / "a.parquet", 8, request=Request(SUFFIXES, captions=True))
+    assert source.classes == classes
+    assert [source[index]["label"] for index in (0, 2)] == ([1, 1] if classes else [0, 0])
+    with pytest.raises(BadSample, match="its caption is empty"):
+        source[1]
+
+
+def test_clips_in_parquet(tmp_path):
+    """Oracle: the same clips as files: frames, labels and captions; a column of pictures beside them is not taken."""
+    (tmp_path / "clips").mkdir()
+    for number in range(2):
+        write(tmp_path / "clips" / f"{number}.mp4", moving(9, seed=number), "libx264")
+    clips = [path.read_bytes() for path in sorted((tmp_path / "clips").iterdir())]
+    content = {"image": [b"a picture"] * 2, "video": [{"bytes": clip, "path": "x.mp4"} for clip in clips],
+               "label": [1, 0], "caption": ["one", "two"]}
+    pq.write_table(pa.table(content), tmp_path / "a.parquet")
+    section = dict(num_frames=5, image_size=16)
+    source, _ = open_sources(Data(path=str(tmp_path / "a.parquet"), **section))
+    plain, _ = open_sources(Data(path=str(tmp_path / "clips"), **section))
+    for index in range(2):
+        assert (source[index]["video"] == plain[index]["video"]).all() and source[index]["label"] == 1 - index
+        assert captions_of(source[index]["caption"][None]) == [content["caption"][index]]
 
 
 def test_files_that_are_cut_off(tmp_path, plain):

@@ -16,7 +16,9 @@ from dstrain.data import indexed as folder_module
 from dstrain.data import images, pixels
 from dstrain.data.images import FASHION, open_images
 from dstrain.data.pixels import center_crop, read_image, to_tensor
-from dstrain.data.source import BadSample
+from dstrain.data.source import BadSample, read_items
+from dstrain.recipe import ConfigError
+from tests.support import clips
 from tests.support.launch import ROOT
 from tests.support.pictures import BROKEN, bomb, break_file, folder, picture
 
@@ -337,3 +339,14 @@ def test_wrong_arguments(tmp_path, wrong):
         open_images(folder(tmp_path / "d", 1, 1), 16, **wrong)
     with pytest.raises(ValueError, match="builtin:fashion"):
         open_images("builtin:mnist", 28)
+
+
+@pytest.mark.parametrize("name", ["ffv1.avi", "ffv1.mkv", "png.mov", "h264.mp4", "vp9.webm"])
+def test_a_video_under_the_name_of_a_picture(tmp_path, name):
+    """Oracle: real files of each container: all samples are videos, and the refusal says which systems learn from them."""
+    codec, pixels = (clips.LOSSLESS | {key: (own, "yuv420p") for key, (own, _) in clips.LOSSY.items()})[name]
+    clip = clips.write(tmp_path / name, clips.moving(3), codec, pixels)
+    (tmp_path / "d").mkdir()
+    shutil.copy(clip, tmp_path / "d" / "a.png")
+    with pytest.raises(ConfigError, match="it is a video, and no picture: choose a system that learns from clips"):
+        read_items(open_images(tmp_path / "d", 16), [0])

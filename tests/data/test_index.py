@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -21,7 +22,7 @@ from dstrain.data.batches import Batches
 from dstrain.data.files import Files
 from dstrain.data.images import Images, open_images
 from dstrain.data.index import Index
-from dstrain.data.index_build import open_index
+from dstrain.data.index_build import open_index, write_splits
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.layouts.folders import Folders
 from dstrain.data.pixels import SUFFIXES, read_image
@@ -116,6 +117,50 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     opened()
     with pytest.raises(ConfigError, match="made anew meanwhile"):
         pickle.loads(pickled).name(0)
+
+
+def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
+    """Oracle: the source in memory: splits that are cut off, gone, of other data or without their header."""
+    root, kept, other = folder(tmp_path / "d", 2, 20), tmp_path / "i", folder(tmp_path / "e", 2, 20)
+    (other / "c0" / "000.png").rename(other / "c0" / "x.png")
+    opened = lambda path: open_images(path, 16, index=kept, held_out=0.3)
+    expected = open_images(root, 16, held_out=0.3)
+    names = [expected.name(place) for place in range(len(expected))]
+    foreign, splits = (opened(path).index.folder / "held_out-0.3" for path in (other, root))
+    train, header = splits / "train.bin", splits / "index.json"
+    mapped = opened(root)
+    for damage in (lambda: os.truncate(train, 4), train.unlink, lambda: (splits / "held_out.bin").write_bytes(b"ab"),
+                   header.unlink, lambda: shutil.copytree(foreign, splits, dirs_exist_ok=True)):
+        shutil.copy(train, tmp_path / "train.bin")
+        os.replace(tmp_path / "train.bin", train)           # `mapped` keeps its own file: a shared one would be cut off
+        damage()
+        again = opened(root)
+        assert [again.name(place) for place in range(len(again))] == names
+        assert again.fingerprint() == expected.fingerprint() and mapped.name(len(mapped) - 1) == names[-1]
+    os.truncate(train, 4)
+    with pytest.raises(ConfigError, match="damaged, or of other data: remove it"):
+        pickle.loads(pickle.dumps(again))
+
+
+def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
+    """Oracle: the splits of one command: the second one waits for the first, and writes nothing of its own."""
+    root, writes, write = folder(tmp_path / "d", 2, 20), [], Index.write_splits
+    layout, index = open_index(root, Request(SUFFIXES), tmp_path / "i")
+
+    def slow(self, held_out: float) -> None:
+        writes.append(held_out)
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        write(self, held_out)
+
+    monkeypatch.setattr(Index, "write_splits", slow)
+    second = threading.Thread(target=write_splits, args=(Index.open(index.folder), 0.3))
+    write_splits(index, 0.3)
+    second.join()
+    memory = open_index(root, Request(SUFFIXES))[1]
+    assert writes == [0.3]
+    assert index.split("train", 0.3).members.tolist() == memory.split("train", 0.3).members.tolist()
 
 
 def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):
@@ -226,6 +271,16 @@ def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / kept)
 
 
+def test_an_index_is_not_kept_among_the_data(tmp_path):
+    """Oracle: the contract: it would be one more class the next time; nothing is written there."""
+    root = folder(tmp_path / "data", 2, 2)
+    for kept in (root / "index", root):
+        with pytest.raises(ConfigError, match="data.index=.* lies in data.path=.*name a folder beside it"):
+            open_images(root, 16, index=kept)
+    assert sorted(path.name for path in root.iterdir()) == ["c0", "c1"]
+    assert len(open_images(root, 16, index=tmp_path / "data index")) == 4
+
+
 def test_faults_of_the_storage(tmp_path, monkeypatch):
     """Oracle: the contract: an index that cannot be written is the user's to mend; data that cannot be read are not."""
     root = folder(tmp_path / "d", 1, 2)
@@ -304,6 +359,12 @@ def _rank(root: Path, kept: Path | None) -> tuple:
 
 def _ranks(rank: int, root: Path, kept: Path, empty: Path) -> list[tuple]:
     return [_rank(root, None), _rank(root, kept), _rank(empty, kept)]
+
+
+def test_what_is_built_in_has_no_index():
+    """Oracle: by hand: the data of the package are named, and not looked for as a folder."""
+    with pytest.raises(ConfigError, match="^data.path=builtin:fashion is in the package, and neither listed nor packed"):
+        index_data(IndexOptions(Data(path="builtin:fashion")))
 
 
 def test_one_rank_lists(tmp_path):

@@ -195,16 +195,21 @@ def test_files_that_are_not_there(tmp_path):
     ("l.jsonl", b'{"path": "c0/000.png"}\n[1]\n', "line 2: no JSON object"),
     ("l.jsonl", b'{"path": "c0/000.png", "text": {"a": 1}}\n', "line 1: .*is no caption: name the column"),
     ("l.csv", b"path,label,label\nc0/000.png,1,2\n", "line 1: two columns are called label"),
+    ("l.csv", b"path,text\nc0/000.png,a dog, running\n", "line 2: more fields than the first line has"),
     ("l.csv", b"path\nc0/clip.mp4\n", "lists videos: write data.num_frames=17"),
+    ("metadata.csv", b"file_name,text\nc0/000.png,x\n", "has metadata.csv and metadata.jsonl: which of them counts"),
     ("l.parquet", b"PAR1" + bytes(100) + b"PAR1", "is no readable parquet file"),
 ])
 def test_tables_that_cannot_be_read(tmp_path, name, content, message):
     """Oracle: the contract: one sentence with the file, the line and what is wrong."""
     root = folder(tmp_path / "d", 1, 1)
     (root / name).write_bytes(content)
+    if name == "metadata.csv":
+        (root / "metadata.jsonl").write_text('{"file_name": "c0/000.png", "text": "x"}\n')
+    path = root if name == "metadata.csv" else root / name
     with pytest.raises(ConfigError, match=message) as caught:
-        listed(root / name)
-    assert str(caught.value).startswith(f"data.path={root / name}")
+        listed(path)
+    assert str(caught.value).startswith(f"data.path={path}")
 
 
 def test_rows_are_read_in_bounded_memory(tmp_path):

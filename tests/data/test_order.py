@@ -1,5 +1,6 @@
 """The order of the samples."""
 
+import dataclasses
 import zlib
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_order_never_changes():
     """Oracle: indices written down when the order was made; another order would break every
     resume.
     """
-    assert Order(10, 0).index_at(np.arange(20)).tolist() == GOLDEN
+    assert Order(10).index_at(np.arange(20)).tolist() == Order(10, 0).index_at(np.arange(20)).tolist() == GOLDEN
     for (size, seed), crc in CRCS.items():
         places = np.arange(min(3 * size, 10_000))
         assert zlib.crc32(Order(size, seed).index_at(places).astype("<i8").tobytes()) == crc
@@ -95,9 +96,11 @@ def test_order_never_changes():
 
 @pytest.mark.parametrize("size", [0, -1, 2**62 + 1])
 def test_impossible_sizes(size):
-    """Oracle: the contract, 1 to 2^62 samples."""
+    """Oracle: the contract, 1 to 2^62 samples, also later: an order is a value."""
     with pytest.raises(ValueError, match="samples"):
         Order(size)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Order(1).size = size
 
 
 def test_negative_position():

@@ -135,6 +135,7 @@ def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
                f"{web.address}/none.parquet": "none.parquet: the store has no such object",
                f"{web.address}/secret.parquet": "the store refuses it .*403.*give credentials .* by user:password@",
                "s3://bucket/x.parquet": "pip install 'dstrain\\[remote\\]'",
+               "gs://bucket/x.tar": "^gs:// needs a library that is not installed.*pip install 'dstrain\\[remote\\]'",
                f"{web.address}/x{{3..1}}.parquet": "stands for none or for more than"}
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for address, message in reached.items():

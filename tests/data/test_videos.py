@@ -368,3 +368,15 @@ def test_what_a_captions_file_may_hold(tmp_path):
     assert read_captions(tmp_path / "a.txt") == {"a.mp4": "one\ttwo", "b.mp4": "three"}
     (tmp_path / "a.jsonl").write_text('{"file": "a", "caption": "x \\ud800"}')
     assert read_captions(tmp_path / "a.jsonl") == {"a": "x ?"}
+
+
+def test_still_pictures_are_named(tmp_path):
+    """Oracle: by hand: pictures where clips are expected are said to be such; animated ones, and single frames, are not.
+    """
+    for number in range(3):
+        picture(number, 16, 16).save(tmp_path / f"{number}.png")
+    words = "; they are named as still pictures: one frame each, repeated"
+    assert open_videos(tmp_path, CUT).describe() == f"3 clips, no classes, no captions{words}"
+    assert words not in open_videos(tmp_path, Cut(1, 16, 16)).describe()
+    write_pictures(tmp_path / "3.gif", moving(3))
+    assert open_videos(tmp_path, CUT).describe() == "4 clips, no classes, no captions"

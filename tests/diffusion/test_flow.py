@@ -62,7 +62,9 @@ def test_every_sample_has_its_own_time(shape):
 
 
 def test_times():
-    """Oracle: the median and a quantile of a logit-normal, the shift's formula, uniform times as they came."""
+    """Oracle: the median and a quantile of a logit-normal, the shift's formula, uniform times as they came; a standard
+    logit-normal where nothing is chosen.
+    """
     uniforms = torch.tensor([0.0, 0.5, 0.8413447, 1 - 2 ** -24])
     t = FlowMatching(logit_mean=0.5, logit_std=2.0).times(uniforms)
     assert t[0] == 0 and t[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
@@ -70,6 +72,15 @@ def test_times():
     shifted = FlowMatching(logit_mean=0.5, logit_std=2.0, shift=3.0).times(uniforms)
     torch.testing.assert_close(shifted, 3 * t / (1 + 2 * t))
     assert torch.equal(FlowMatching(logit_std=None).times(uniforms), uniforms)
+    assert FlowMatching().times(uniforms)[1:3].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))], rel=1e-5)
+
+
+def test_noise_of_a_time():
+    """Oracle: by hand: t / (1 - t) at the times that the network sees, a number for each sample of any shape."""
+    for scale in (1000.0, 10.0):
+        for shape in ((3, 2), (3, 2, 4, 4)):
+            noise = FlowMatching(time_scale=scale).noise_of(torch.zeros(shape), scale * torch.tensor([0.0, 0.5, 0.8]))
+            assert noise.shape == (3, *[1] * (len(shape) - 1)) and noise.flatten().tolist() == pytest.approx([0, 1, 4])
 
 
 def test_extra_channels_are_unused():
@@ -91,6 +102,34 @@ def test_calls_of_heun(calls, made):
     times.clear()
     FlowMatching().invert(velocity, randn(0, (2, 1)), "heun", calls)
     assert len(times) == made and times[0] == 0.0
+
+
+@pytest.mark.parametrize("eta", [0.5, 1.0])
+def test_steps_of_the_sde(eta):
+    """Oracle: the SDE of Ma et al. 2024 in its own terms, the score -eps / t and the coefficient w = eta t, step by step.
+    The last step is the ODE's, which ends in the predicted x_start. eta 1 is what `stochastic` takes by itself.
+    """
+    flow, start, noise = FlowMatching(shift=2.0), randn(0, (4, 1)), lambda step: randn(step + 1, (4, 1))
+    velocity = lambda x, scaled: 0.3 * x + scaled.view(-1, 1) / 2000
+    x, grid = start, [float(t) for t in flow.grid(3, start)]
+    for step, (t, following) in enumerate(zip(grid, grid[1:])):
+        v, w, length = 0.3 * x + t / 2, eta * t * (following > 0), t - following
+        score = -(x + (1 - t) * v) / t
+        x = x - (v - w / 2 * score) * length + math.sqrt(w * length) * noise(step)
+    torch.testing.assert_close(flow.sample(velocity, start, noise, "sde", 3, eta=eta), x)
+    if eta == 1:
+        torch.testing.assert_close(flow.stochastic(velocity, start, flow.grid(3, start), noise), x)
+
+
+def test_the_last_step_adds_no_noise():
+    """Oracle: the pictures without noise: equal where the noise is of the last step alone, others where it is of both.
+    """
+    flow, x = FlowMatching(), randn(0, (2, 1))
+    drawn = {(steps, size): flow.stochastic(optimal, x, flow.grid(steps, x), lambda step: size * torch.ones_like(x))
+             for steps in (1, 2) for size in (0, 1)}
+    assert torch.equal(drawn[1, 0], drawn[1, 1]) and not torch.equal(drawn[2, 0], drawn[2, 1])
+    assert torch.equal(drawn[2, 1], flow.stochastic(optimal, x, flow.grid(2, x), lambda step: torch.full_like(
+        x, 1.0 if step == 0 else torch.nan)))
 
 
 def test_levels_that_solvers_may_take():

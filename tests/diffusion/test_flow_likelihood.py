@@ -43,6 +43,23 @@ def test_bits_of_a_gaussian():
     assert terms["timestep"][0].tolist() == [*range(5, 1000, 10)]
 
 
+def test_a_field_that_one_probe_sees_through():
+    """Oracle: the same density with independent pixels, sample by sample: the squares of signs are 1, so that a
+    divergence without mixed terms is estimated without error.
+    """
+    def alone(x, scaled):
+        t = scaled.view(-1, 1) / 1000
+        factor = (t - (1 - t) * STDS ** 2) / (((1 - t) * STDS) ** 2 + t ** 2)
+        return (factor * (x.flatten(1) - (1 - t) * MEAN) - MEAN).view_as(x)
+    keys, levels = rng.keys(0, 1, torch.arange(4)), torch.linspace(100, 160, 64, dtype=torch.float64).round()
+    x = levels[torch.randperm(64, generator=torch.Generator().manual_seed(2))].view(4, *SHAPE) / 127.5 - 1
+    continuous = x + 2 / 255 * (rng.uniform(keys, "dequantize", SHAPE).double() - 0.5)
+    z = (continuous.flatten(1) - MEAN) / STDS
+    nats = 0.5 * (z.square() + math.log(2 * math.pi)).sum(1) + STDS.log().sum()
+    found = measured_bits(FlowMatching(), alone, x, keys, 400)["bits_per_dim"]
+    torch.testing.assert_close(found, nats / (16 * math.log(2)) - math.log2(2 / 255), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("num_calls", [None, 1, 2, 11])
 def test_calls_and_keys(num_calls):
     """Oracle: two calls a step, one step at least, 100 by default; a sample's figure does not depend on its batch."""

@@ -1,12 +1,15 @@
-"""Our chains in the words of diffusers' schedulers."""
+"""Our chains in the words of diffusers' schedulers, and our pipelines in folders of its own."""
+
+import json
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.published import even_steps, scheduler_arguments
+from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline, scheduler_arguments
+from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
@@ -28,10 +31,30 @@ def test_what_they_do_not_know():
         scheduler_arguments(diffusion, "linear", clip=True)
 
 
-@pytest.mark.parametrize("count, steps", [(1000, 20), (400, 20), (99, 11), (97, 1), (14, 14), (996, 12)])
+@pytest.mark.parametrize("count, steps", [(1000, 20), (400, 20), (420, 20), (99, 11), (97, 1), (14, 14), (996, 12)])
 def test_steps_that_stride_alike(count, steps):
     """Oracle: diffusers' timesteps of so many steps against ours of the same name, and division by hand."""
     assert even_steps(count) == steps
     scheduler = DDIMScheduler(num_train_timesteps=count)
     scheduler.set_timesteps(steps)
     assert scheduler.timesteps.tolist() == schedule.space_timesteps(count, f"ddim{steps}")[::-1]
+
+
+def test_a_pipeline_of_ours(tmp_path):
+    """Oracle: diffusers itself, which takes the class from the folder's own file; the JSON module for the index, whose
+    earlier entries stay.
+    """
+    unet = UNet2DModel(8, 1, 1, layers_per_block=1, block_out_channels=(8,), norm_num_groups=4, num_class_embeds=2,
+                       down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
+    diffusion = GaussianDiffusion(schedule.betas("cosine", 10), variance="fixed_small")
+    scheduler = DDPMScheduler(**scheduler_arguments(diffusion, "cosine", clip=True))
+    save_pipeline(ConditionalUNetPipeline(unet, scheduler), tmp_path)
+    add_to_index(tmp_path, id2label={"0": "cat", "1": "dog"})
+    text = (tmp_path / "model_index.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=2) + "\n"
+    loaded = DiffusionPipeline.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(loaded).__name__ == "ConditionalUNetPipeline" and type(loaded) is not ConditionalUNetPipeline
+    assert loaded.config.id2label == {"0": "cat", "1": "dog"} and torch.equal(loaded.scheduler.betas, scheduler.betas)
+    assert loaded.scheduler.config.clip_sample and loaded.scheduler.config.prediction_type == "epsilon"
+    for name, weight in unet.state_dict().items():
+        assert torch.equal(loaded.unet.state_dict()[name], weight)

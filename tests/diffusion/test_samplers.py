@@ -66,6 +66,28 @@ def test_clipping():
     assert float(out.abs().max()) <= 1 + 1e-9
 
 
+def test_latents_are_not_clipped():
+    """Oracle: by hand: a network that is sure of x_start = 3 leads there, and to 1 where the range of pixels is asked
+    for; noise is encoded as the same function decodes it.
+    """
+    diffusion, x, noise = chain(20, prediction="x_start"), randn(0, (8, 1)), lambda i: randn(i + 1, (8, 1))
+    network, timesteps = lambda x, t: torch.full_like(x, 3.0), range(20)
+    for clip, end in (({}, 3.0), ({"clip_denoised": True}, 1.0)):
+        for name in ("ddpm", "ddim", "dpm++"):
+            out = samplers.sample(diffusion, network, x, noise, name, timesteps, **clip)
+            torch.testing.assert_close(out, torch.full_like(x, end))
+        for out in (samplers.ancestral(diffusion, network, x, noise, **clip),
+                    samplers.ddim(diffusion, network, x, **clip),
+                    samplers.ChainDenoiser(diffusion, network, **clip)(x, samplers.Level(1.0, 0.0, 5)),
+                    diffusion.p_mean_variance(network, x, torch.full((8,), 5), **clip)[2]):
+            torch.testing.assert_close(out, torch.full_like(x, end))
+        encoded = samplers.encode_ddim(diffusion, network, x, **clip)
+        decoded = samplers.ddim(diffusion, network, encoded, **clip)
+        torch.testing.assert_close(decoded, torch.full_like(x, end))
+    ends = diffusion.tables["sqrt_alphas_cumprod"][0], diffusion.tables["sqrt_one_minus_alphas_cumprod"][0]
+    torch.testing.assert_close(samplers.encode_ddim(diffusion, network, x), (x - ends[0] * 3) / ends[1])
+
+
 def test_noise_and_calls():
     """Oracle: one draw and one call a step, in order, also at t = 0; no draw where eta is 0."""
     diffusion, drawn, called = chain(5), [], []
@@ -121,10 +143,17 @@ def test_guidance_is_rescaled():
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
-def test_guidance_interval(sampler):
-    """Oracle: the noise levels of the timesteps that are called, against the outputs that are guided there."""
-    diffusion, guided_at = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small"), {}
-    network = samplers.guided(lambda x, t, y: 0 * x + y.view(-1, 1), {"y": torch.ones(3)}, {"y": torch.zeros(3)}, 3.0,
+@pytest.mark.parametrize("guide", [None, lambda x, t, y: 0 * x])
+def test_guidance_interval(sampler, guide):
+    """Oracle: the noise levels of the timesteps that are called: the outputs, and the samples of each call, there."""
+    diffusion, guided_at, calls = GaussianDiffusion(schedule.betas("linear", 1000), variance="fixed_small"), {}, {}
+    def counted(network):
+        def call(x, t, **conditions):
+            calls[int(t[0])] = calls.get(int(t[0]), 0) + len(x)
+            return network(x, t, **conditions)
+        return call
+    network = samplers.guided(counted(lambda x, t, y: 0 * x + y.view(-1, 1)), {"y": torch.ones(3)},
+                              {"y": torch.zeros(3)}, 3.0, guide=guide and counted(guide),
                               active=samplers.within((0.2, 5.0), diffusion.noise_of))
     def watched(x, t):
         out = network(x, t)
@@ -135,6 +164,14 @@ def test_guidance_interval(sampler):
     alphas = torch.cumprod(1 - schedule.betas("linear", 1000), 0)
     inside = {t: 0.2 <= float((1 / alphas[t] - 1).sqrt()) <= 5.0 for t in timesteps}
     assert guided_at == {t: 3.0 if inside[t] else 1.0 for t in timesteps} and len(set(inside.values())) == 2
+    assert calls == {t: 6 if inside[t] else 3 for t in timesteps}
+
+
+def test_guidance_where_a_batch_lies_on_both_sides():
+    """Oracle: by hand: samples within the interval are guided, and their neighbours outside it are not."""
+    network = samplers.guided(lambda x, t, y: 0 * x + y.view(-1, 1), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 3.0,
+                              active=lambda x, t: (t > 5).view(-1, 1))
+    assert network(randn(0, (2, 1)), torch.tensor([3, 9])).flatten().tolist() == [1.0, 3.0]
 
 
 def test_autoguidance():

@@ -20,8 +20,9 @@ def test_spacing(case):
 
 
 def test_spacing_of_everything_and_of_lists():
-    """Oracle: the definition."""
+    """Oracle: the definition; 11 timesteps in two sections are 6 and 5, in three 4, 4 and 3."""
     assert schedule.space_timesteps(7, "") == list(range(7))
+    assert schedule.space_timesteps(11, "2,2") == [0, 5, 6, 10] and schedule.space_timesteps(11, "1,1,1") == [0, 4, 8]
     assert schedule.space_timesteps(7, "1") == [0]
     assert schedule.space_timesteps(300, [10, 15, 20]) == SPACED["300:10,15,20"]
 
@@ -39,7 +40,7 @@ def test_impossible_spacing(spec, words):
 def test_even_spec():
     """Oracle: 10 timesteps have a stride for 5 and none for 7."""
     assert [schedule.even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
-        "ddim5", "7", "5"]
+        "ddim5", "7", "5"] and schedule.even_spec(10, 5) == "5"
     for count in (0, 11):
         with pytest.raises(ValueError, match=f"{count} is not between 1 and the 10"):
             schedule.even_spec(10, count)
@@ -123,6 +124,22 @@ def test_respaced_marginals(name):
         kept = kept[:-1]
     ours = torch.cumprod(1 - schedule.respace(betas, kept), dim=0)
     torch.testing.assert_close(ours, torch.cumprod(1 - betas, dim=0)[kept])
+
+
+def test_noise_levels_of_edm():
+    """Oracle: by hand: both ends, and Equation 5 of Karras et al. 2022 for a number between them."""
+    assert schedule.karras(1, 0.002, 80.0) == pytest.approx([80.0])
+    assert schedule.karras(2, 0.002, 80.0) == pytest.approx([80.0, 0.002])
+    middle = ((80 ** (1 / 7) + 0.002 ** (1 / 7)) / 2) ** 7
+    assert schedule.karras(3, 0.002, 80.0) == pytest.approx([80.0, middle, 0.002])
+    assert schedule.karras(3, 1.0, 4.0, rho=1.0) == pytest.approx([4.0, 2.5, 1.0])
+
+
+def test_a_chain_coarser_than_its_spacing():
+    """Oracle: by hand: the levels 0.001, 0.13, 2.2, 17, 80 of Equation 5 lie nearest to timesteps 0, 1, 1, 2, 8, and the
+    last step is 8 once more: those that fall together take the next free one, or at the end the one before.
+    """
+    assert schedule.spaced([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [0, 1, 2, 3, 7, 8]
 
 
 def test_wrong_names_and_lengths():

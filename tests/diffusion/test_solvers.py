@@ -8,7 +8,7 @@ from diffusers import DPMSolverMultistepScheduler, HeunDiscreteScheduler, UniPCM
 
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, solve, steps_of
+from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, eta_of, solve, steps_of
 
 MEAN, STD = 0.3, 0.2                              # of the data
 CHAIN = GaussianDiffusion(torch.linspace(1e-4, 0.02, 700), prediction="x_start", variance="fixed_small")
@@ -86,7 +86,7 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
 def test_the_range_of_added_noise(first, adds):
     """Oracle: Algorithm 2 of the same paper: S_min <= t <= S_max, both ends among them."""
     model = Exact()
-    levels = [model.nearest(first), model.nearest(first / 2)]
+    levels = [Level(1.0, first, first), model.nearest(first / 2)]
     solve("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
     assert (model.calls[0].s > first) == adds
 
@@ -102,10 +102,10 @@ def test_no_noise_without_a_higher_level():
     assert torch.equal(solve("edm", Coarse(), levels, x, None, 1.0), plain)            # there is no noise to call
 
 
-@pytest.mark.parametrize("first, calls", [(159.0, 2), (161.0, 1)])
+@pytest.mark.parametrize("first, calls", [(160.0, 2), (160.1, 1)])
 def test_a_first_step_from_far_above(first, calls):
     """Oracle: by hand: EDM's range ends at 80; from above twice as much the first step is Euler's, with one call."""
-    levels, model = levels_of(1, first, 80.0), Exact()
+    levels, model = [Level(1.0, first, first), Exact().nearest(80.0)], Exact()
     solve("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
     assert len(model.calls) == calls
 
@@ -116,14 +116,17 @@ def test_ends_of_the_signal():
     assert Level(0.6, 0.6, 1).half_log_snr == 0.0
 
 
-def test_edm_is_algorithm_2():
-    """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha."""
-    levels, model = [*levels_of(12, 60.0, 0.02), Level.data()], Exact()
+@pytest.mark.parametrize("count, eta", [(12, 1.0), (150, 1.0), (150, 0.5)])
+def test_edm_is_algorithm_2(count, eta):
+    """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha; eta times their S_churn of
+    40, up to a gamma of sqrt(2) - 1.
+    """
+    levels, model = [*levels_of(count, 60.0, 0.02), Level.data()], Exact()
     x = randn(0)
     y, steps = x / levels[0].alpha, len(levels) - 1
     exact = lambda y, s: denoised(y, 1.0, s)
     for i, (s, following) in enumerate((a.s, b.s) for a, b in zip(levels, levels[1:])):
-        gamma = min(40 / steps, math.sqrt(2) - 1) if 0.05 <= s <= 50 else 0.0
+        gamma = min(eta * 40 / steps, math.sqrt(2) - 1) if 0.05 <= s <= 50 else 0.0
         raised = s + gamma * s
         y = y + math.sqrt(raised ** 2 - s ** 2) * randn(i + 1)
         slope = (y - exact(y, raised)) / raised
@@ -131,7 +134,7 @@ def test_edm_is_algorithm_2():
         if following:
             ahead = y + (following - raised) * (slope + (ahead - exact(ahead, following)) / following) / 2
         y = ahead
-    torch.testing.assert_close(solve("edm", model, levels, x, lambda i: randn(i + 1), 1.0), y)
+    torch.testing.assert_close(solve("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
 
 
 @pytest.mark.parametrize("solver, scheduler, options", [
@@ -223,3 +226,12 @@ def test_a_flow_is_inverted(sampler):
 def test_steps():
     """Oracle: 2 n - 1 calls for n steps of two, n else."""
     assert [steps_of(name, 19) for name in ("heun", "edm", "dpm++", "unipc", "ddim")] == [10, 10, 19, 19, 19]
+
+
+def test_amounts_of_noise():
+    """Oracle: by hand: DDIM draws none unless it is asked to, the stochastic samplers as much as they were published
+    with, the others none.
+    """
+    usual = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "dpm++": 0.0, "unipc": 0.0, "heun": 0.0, "ddpm": 0.0}
+    assert {name: eta_of(name, None) for name in usual} == usual
+    assert [eta_of(name, eta) for name in ETAS for eta in (0.0, 0.3)] == [0.0, 0.3] * len(ETAS)

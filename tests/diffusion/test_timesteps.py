@@ -54,6 +54,17 @@ def test_append_equals_one_at_a_time(batches, length):
         assert min(int(state["seen"][t]), length) == len(kept)
 
 
+def test_more_timesteps_than_short_integers_hold():
+    """Oracle: by hand: the last two losses of each timestep, on both sides of 2^15 and at the end."""
+    sampler = LossSecondMomentSampler(40_000, 2)
+    t = torch.tensor([39_999, 32_768, 32_767, 0, 39_999, 32_768, 39_999])
+    sampler.observe(t, torch.arange(1.0, 8.0))
+    state = sampler.state_dict()
+    kept = {39_999: [5.0, 7.0], 32_768: [2.0, 6.0], 32_767: [0.0, 3.0], 0: [0.0, 4.0]}
+    assert {t: sorted(state["history"][t].tolist()) for t in kept} == kept
+    assert float(state["history"].sum()) == sum(map(sum, kept.values())) and state["seen"][[39_999, 0]].tolist() == [3, 1]
+
+
 def test_uneven_split_changes_nothing():
     """Oracle: the whole batch observed at once, in order of position."""
     generator = torch.Generator().manual_seed(0)
@@ -133,6 +144,10 @@ def test_state():
     assert torch.equal(other.probabilities(), sampler.probabilities())
     with pytest.raises(ValueError, match=r"\(40, 4\) in the checkpoint, \(40, 10\)"):
         LossSecondMomentSampler(40).load_state_dict(sampler.state_dict())
+    state = sampler.state_dict()
+    for part, words in (({}, "none"), ({"seen": state["seen"]}, "none"), ({"history": state["history"]}, r"\(40, 4\)")):
+        with pytest.raises(ValueError, match=rf"{words} in the checkpoint, \(40, 4\) in this run"):
+            sampler.load_state_dict(part)
     assert UniformSampler(4).state_dict() == {}
     with pytest.raises(ValueError, match="history"):
         UniformSampler(4).load_state_dict(sampler.state_dict())
@@ -181,8 +196,9 @@ def test_an_accelerator_is_never_waited_for(make):
     """Oracle: the meta device, whose tensors hold no values: what reads one, or takes a shape from one, raises."""
     sampler = make()
     sampler.observe(torch.empty(20, dtype=torch.int64, device="meta"), torch.empty(20, device="meta"))
-    t, weights = sampler.sample(torch.empty(7, device="meta"))
-    assert t.device.type == weights.device.type == "meta" and t.dtype == torch.int64 and weights.shape == (7,)
+    for sampler in (sampler, make()):
+        t, weights = sampler.sample(torch.empty(7, device="meta"))
+        assert t.device.type == weights.device.type == "meta" and t.dtype == torch.int64 and weights.shape == (7,)
 
 
 @pytest.mark.parametrize("num_timesteps", [1, 2, 40, 1000, 4000])
@@ -214,9 +230,10 @@ def test_no_uniform_number_is_rounded_up_to_the_end():
 
 
 def test_a_draw_without_values():
-    """Oracle: shapes and types by hand, where tensors on the host hold no values, as in a plan."""
+    """Oracle: shapes and types by hand, where tensors on the host hold no values, as in a plan, and of no samples."""
     sampler = LossSecondMomentSampler(10, 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         t, weights = sampler.sample(torch.rand(4))
     assert (t.shape, t.dtype, weights.shape, weights.dtype) == ((4,), torch.int64, (4,), torch.float32)
     assert sampler.sample(torch.rand(4))[0].max() < 10
+    assert [part.shape for part in sampler.sample(torch.rand(0))] == [(0,), (0,)]

@@ -53,6 +53,9 @@ NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 24        # in 
 # steps of its game (1e-5 before, then up to 7e-2). Without an adversary, neither does.
 CASES = {
     "dit": ("tiny", []),
+    "decoder": ("tiny", ["data.path=builtin:emoji", "data.embeddings=builtin:emoji-pairs", "data.channels=3",
+                         "data.flip=false", "model.in_channels=3", "model.num_classes=1",
+                         "model.embedding_dim=384"]),
     "iddpm": ("tiny-iddpm", ["model.history_per_term=1", "model.diffusion_steps=4", "batch.micro=2"]),
     "dvae": ("tiny-vae", ["model.kl=null", "model.discrete={num_tokens: 16, codebook_dim: 8, num_layers: 2, "
                           "hidden_dim: 8, kl_weight: 1.0, temperature: {steps: 20, minimum: 0.5}}"]),
@@ -65,8 +68,8 @@ CASES = {
 
 # Ranks and stage: who goes there. Every system goes to more ranks, to one rank without ZeRO, and once to stage 3; those
 # with state of their own and two networks to most places.
-PLACES = {(4, 3): ("dit", "iddpm", "tokenizer", "phenaki"), (4, 1): ("dvae", "vae", "prior"), (2, 3): ("dvae", "prior"),
-          (1, 0): tuple(CASES), (1, 3): ("vae",)}
+PLACES = {(4, 3): ("dit", "iddpm", "tokenizer", "phenaki"), (4, 1): ("dvae", "vae", "prior"),
+          (2, 3): ("dvae", "prior", "decoder"), (1, 0): tuple(CASES), (1, 3): ("vae",)}
 BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")          # from what 4 ranks saved at stage 3
 
 

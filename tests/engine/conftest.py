@@ -38,6 +38,19 @@ def alone() -> Iterator[None]:
     os.environ.update(environment)
 
 
+@pytest.fixture
+def synced(monkeypatch) -> dict[str, int]:
+    """By name of the files that are forced to the disk from now on: the bytes that have left the program by then."""
+    sync, sizes = os.fsync, {}
+
+    def fsync(descriptor: int) -> None:
+        sizes[os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))] = os.fstat(descriptor).st_size
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return sizes
+
+
 @pytest.fixture(scope="session")
 def on_ranks() -> Callable[..., None]:
     """on_ranks(world, work, *arguments) calls work(*arguments) on forked ranks, and ends them all where one fails.

@@ -33,7 +33,7 @@ class Parts(nn.Module):
 def test_weights_that_take_turns(stage, dtype):
     """Oracle: sums by hand, two steps one after another: in fp32 within one rounding to bf16 of what is reduced; the
     JSON's own bf16 loses what is small. A weight that no micro-batch used has no gradient, and one that takes no part
-    in the first adds to none of the step before.
+    in the first adds to none of the step before. Sums are held of the weights used so far, until the last micro-batch.
     """
     run = Run.model_validate({"batch": {"global": 2 * len(MICROS), "micro": 2},
                               "optimizer": {"lr": 0.0, "betas": (BETA, 0.9)}})
@@ -50,6 +50,9 @@ def test_weights_that_take_turns(stage, dtype):
                 loss = nets["net"](torch.full((2, 3), value), names).mean()
                 engines.learn("net", loss * len(MICROS))      # which DeepSpeed divides by their number
             assert applied(engines) == {"net": number == len(MICROS) - 1}
+            if (sums := getattr(engines["net"], "wide_sums", None)) is not None:
+                used = sum(any(place <= number for place in places) for places in USES.values())
+                assert len(list(sums.held())) == (used if number < len(MICROS) - 1 else 0)
         computed = gathered(masters, masters.moments("exp_avg"))
         for name, places in USES.items():
             moments[name] = BETA * moments[name] + (1 - BETA) * sum(MICROS[number] for number in places)

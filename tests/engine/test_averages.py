@@ -10,7 +10,6 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.combine import Combined
 from dstrain.engine.fragments import Shards
 from dstrain.engine.manifest import manifest
-from dstrain.engine.profiles import Solution
 from dstrain.reconstruct import ReconstructOptions, reconstruct, usable
 from dstrain.recipe import ConfigError
 from tests.engine import check_averages
@@ -116,14 +115,6 @@ def test_earlier_and_again(trained, monkeypatch):
     reconstruct(ReconstructOptions(run, (0.1,), SAVED))
     assert manifest(path)["extra"]["snapshots"] == list(range(2 * EVERY, SAVED + 1, EVERY))
     (run / "elsewhere").rename(run / "averages" / f"step_{EVERY:08d}")
-
-
-def test_the_widths_that_are_named(trained, monkeypatch):
-    """Oracle: by hand: multiples of 0.005 up to the widest, 0.288, where snapshots would make all of them."""
-    combined = Combined(usable(trained / "fp32-0", None), "a")
-    monkeypatch.setattr(combined, "_solution", lambda width: Solution([], float(width < 0.005)))
-    with pytest.raises(ConfigError, match="They make those from 0.005 to 0.285;"):
-        combined.solve(0.001)
 
 
 def test_refusals(trained, tmp_path, capsys):

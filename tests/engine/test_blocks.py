@@ -1,14 +1,16 @@
 """Blocks that are compiled, and blocks that compute again what they do not keep."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import nn
 from torch._dynamo.utils import counters
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import prepare
+from dstrain.engine.blocks import prepare, structure
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.network import DiT, DiTBlock
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
@@ -32,6 +34,22 @@ def gradients(recompute):
     torch.manual_seed(1)
     network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).square().mean().backward()
     return [weight.grad for weight in network.parameters()]
+
+
+def test_which_blocks_may_share_a_graph():
+    """Oracle: by hand: equal sizes do; another width, another setting or another class do not."""
+    same, again = DiTBlock(32, 4, 2.0), DiTBlock(32, 4, 2.0)
+    others = [DiTBlock(64, 4, 2.0), DiTBlock(32, 8, 2.0), DiTBlock(32, 4, 4.0), nn.Linear(32, 32)]
+    assert structure(same) == structure(again.eval()) and structure(same) not in map(structure, others)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention"])
+def test_whose_linear_is_in_place(recompute, monkeypatch):
+    """Oracle: DeepSpeed's own function, which recomputation of the attention alone replaces."""
+    own = LinearFunctionForZeroStage3.forward
+    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(own))
+    prepare(UNet(**UNET), (ResBlock, AttentionBlock), recompute)
+    assert (LinearFunctionForZeroStage3.forward is own) == (recompute == "none")
 
 
 @pytest.mark.parametrize("recompute", ["all", "attention", 2])
@@ -118,3 +136,36 @@ def test_by_inductor():
         found.append(torch.cat([weight.grad.flatten() for weight in network.parameters()]))
     assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+class Scaled(nn.Module):
+    """(B, 3), a table (5, 3) and a number: the table's length has nothing to do with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, table, factor):
+        return torch.sin(x * self.weight) * factor + table.sum(0)
+
+
+def test_graphs_without_gradients(monkeypatch):
+    """Oracle: the formula; torch's count of graphs: one for a batch of one and one for all longer ones, whichever block
+    computes; with gradients one for each size of the batch.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    network, table = nn.ModuleList(Scaled() for _ in range(2)), torch.randn(5, 3)
+    prepare(network, (Scaled,), compiled=True)
+
+    def graphs(*batches: int) -> int:
+        before = counters["stats"]["unique_graphs"]
+        for batch in batches:
+            x = torch.randn(batch, 3)
+            for block in network:
+                found = block(x, table, factor=torch.tensor(2.0))
+                assert torch.allclose(found, torch.sin(x) * 2 + table.sum(0))
+        return counters["stats"]["unique_graphs"] - before
+
+    with torch.no_grad():
+        assert [graphs(4), graphs(7, 2, 9, 12), graphs(1), graphs(3, 1)] == [1, 0, 1, 0]
+    assert [graphs(4), graphs(7), graphs(4, 7)] == [1, 1, 0]

@@ -64,11 +64,12 @@ class Trial:
 
     def __init__(self, folder: Path, stage: int = 0, decays=(0.5, 0.9), save: Save = Save(keep=9, asynchronous=False),
                  network=Net, parts=("a", "b"), refuses: bool = False, trust: bool = False, precision: str = "fp32",
-                 **faults):
+                 profiles=(), **faults):
         self.lines: list[str] = []
         self.saved: list[int] = []
         self.engines = engines_of(stage, precision, network=network, parts=parts)
-        self.ema = EmaShadow(self.engines.masters, Ema(decays=decays), parts[:1])
+        self.ema = EmaShadow(self.engines.masters, Ema(decays=decays, profiles=profiles, snapshots=len(profiles)),
+                             parts[:1])
         self.system, self.course = System(refuses), Course(Faults(**faults))
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system, save, self.lines.append,
                                  self.saved.append, self.course, trust)

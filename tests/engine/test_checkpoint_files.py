@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import stat
+import threading
+import time
 
 import pytest
 import torch
@@ -53,6 +55,9 @@ def test_deepspeeds_own_files(tmp_path, stage):
     with pytest.raises(FloatingPointError, match="which only --trust-pickle reads"):
         trial.saves.go_back(3, "bad")
     assert again.saves.go_back(3, "bad") == 2
+    shutil.rmtree(path / "deepspeed" / "a")
+    with pytest.raises(ConfigError, match="deepspeed/a holds no files of DeepSpeed"):
+        again.saves.load(path)
 
 
 class Large(Tiny):
@@ -106,6 +111,46 @@ def test_a_save_beside_training(tmp_path):
     again = Trial(tmp_path)
     assert again.saves.resume() == 1 and same(again.state(), state)
     assert trial.saved == [1] and any(line.startswith("saved step 1") for line in trial.lines)
+
+
+@pytest.mark.parametrize("end", ["look", "close"])
+def test_lines_on_what_is_written_beside_training(tmp_path, end):
+    """Oracle: by hand: a line on a checkpoint and one on a snapshot, once, at the first look after their ends, or when
+    the run is closed, which waits for them.
+    """
+    trial = Trial(tmp_path / "checkpoints", save=Save(keep=9), profiles=(0.1,))
+    slow = threading.Event()
+    for store in (trial.saves.store, trial.saves.averages.saver.store):
+        store.save = lambda *words, save=store.save, **more: slow.wait(60) and save(*words, **more)
+    trial.steps(0, 1)
+    trial.saves.averages.saver.store.steps = lambda: []
+    trial.saves.save(1)
+    trial.saves.averages.take(1)
+    trial.saves.look()
+    assert trial.lines == [] and trial.saves.saver.under_way and trial.saves.averages.saver.under_way
+    if end == "close":
+        threading.Timer(0.2, slow.set).start()
+        trial.saves.close()
+    else:
+        slow.set()
+        deadline = time.monotonic() + 60
+        while (trial.saves.saver.under_way or trial.saves.averages.saver.under_way) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(2):
+            trial.saves.look()
+    assert [line.split(" in ")[0] for line in trial.lines] == ["saved step 1", "averages: saved step 1"]
+
+
+def test_averages_by_width_that_were_added(tmp_path):
+    """Oracle: the line, and the step in the counters from which their updates count; where they stay, there is none."""
+    trial = Trial(tmp_path / "run" / "checkpoints", save=Save(keep=9, asynchronous=False))
+    trial.saves.save(7)
+    for profiles, lines in (((0.1,), 1), ((0.1,), 0), ((0.1, 0.2), 1), ((), 0)):
+        again = Trial(tmp_path / "run" / "checkpoints", save=Save(keep=9, asynchronous=False), profiles=profiles)
+        step = again.saves.resume()
+        begin = f"averages by width (ema.profiles) of a begin at step {step}: widths are shares of the updates since"
+        assert [line.removesuffix(" then") for line in again.lines if "begin" in line] == [begin] * lines
+        again.saves.save(step + 1)
 
 
 @pytest.mark.parametrize("stage", (0, 2))

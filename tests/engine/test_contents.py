@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dstrain import recipe
 from dstrain.disk.sealed import render
@@ -94,6 +94,17 @@ def test_snapshots_that_fit_together(folder):
     seal(paths[0], step=7)
     with pytest.raises(ConfigError, match="step_00000007 holds no averages by width"):
         combine.together(paths)
+
+
+def test_small_tensors_and_counters(tmp_path):
+    """Oracle: what was written, by the safetensors library; names behind a prefix."""
+    tensors = {"buffer/net/scale": torch.arange(3.0), "system/history": torch.ones(2), "buffer/nets/x": torch.ones(1)}
+    contents.write_common(tmp_path, (tensors, FINE))
+    loaded = load_file(tmp_path / "common.safetensors")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert contents.counters(tmp_path) == FINE
+    within = contents.within(loaded, "buffer/net/")
+    assert list(within) == ["scale"] and torch.equal(within["scale"], tensors["buffer/net/scale"])
 
 
 def test_shapes(tmp_path):

@@ -49,6 +49,22 @@ def test_a_loss_above_the_running_median(losses, spike):
             return
 
 
+def test_small_losses_have_a_median_too():
+    """Oracle: by hand: a thousandth, and then ten times as much, which is above 3 x the median."""
+    course = Course(Faults(spike=3))
+    for done in range(1, _LEAST + 2):
+        course.trouble(done, [Flag(True)], {"net": [torch.tensor(1e-3 if done <= _LEAST else 1e-2)]})
+    assert course.state.high is not None
+
+
+@pytest.mark.parametrize("most, trouble", [(2, False), (1, True)])
+def test_the_last_step_of_a_run_is_looked_at_once(most, trouble):
+    """Oracle: by hand: two skipped steps in a row are trouble where one is the most, and not where two are."""
+    course = Course(Faults(max_skipped=most))
+    course.trouble(1, [Flag(False)], {})
+    assert (course.trouble(2, [Flag(False)], {}, last=True) is not None) == trouble
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1.0, 1.5, 40.0, math.inf]), st.booleans(), st.booleans()), max_size=60))
 def test_to_look_or_to_resume_changes_nothing(steps):

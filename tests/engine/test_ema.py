@@ -94,6 +94,49 @@ def test_profiles():
     assert EmaShadow(masters, Ema(), ("one",)).counters("one") == {}
 
 
+def test_an_average_goes_on_or_begins_anew():
+    """Oracle: an average that was not interrupted, where the checkpoint has all its widths; else, and after a reset, the
+    masters of that moment, and a time that counts from there. Averages by decay, and other parts, are left alone.
+    """
+    masters = {"one": Flats(3, 2), "two": Flats(1)}
+    make = lambda *widths: EmaShadow(masters, Ema(decays=(0.9,), profiles=widths), ("one", "two"))
+    values = lambda shadow, width, part="one": [flat.tolist() for flat in shadow.flats[part][width]]
+
+    def train(*shadows: EmaShadow, first: int) -> None:
+        for step in range(first, first + STEPS):
+            masters["one"].step(step)
+            for shadow in shadows:
+                shadow.update(step, {"one": Flag(True)})
+
+    whole = make(0.05, 0.2)
+    train(whole, first=0)
+    saved = whole.counters("one")["averages"] | {"began": 3}
+    for widths, goes_on in (((0.05, 0.2), True), ((0.2,), True), ((0.2, 0.1), False), ((0.1,), False)):
+        again, before = make(*widths), values(whole, 0.2)
+        for name in again.flats["one"]:
+            for flat, kept in zip(again.flats["one"][name], whole.flats["one"].get(name, masters["one"].flats)):
+                flat.copy_(kept + (0 if name in whole.flats["one"] else 1))
+        decayed = values(again, 0.9)
+        assert again.take_up("one", saved, 17) is goes_on
+        assert values(again, 0.9) == decayed and again.counters("two")["averages"]["updates"] == 0
+        counted = {"widths": list(widths), "began": 3 if goes_on else 17, "updates": STEPS if goes_on else 0}
+        assert again.counters("one") == {"averages": counted}
+        if goes_on:
+            assert values(again, 0.2) == before
+        else:
+            assert all(values(again, width) == [flat.tolist() for flat in masters["one"].flats] for width in widths)
+    followed = make(0.2)
+    for flat, kept in zip(followed.flats["one"][0.2], whole.flats["one"][0.2]):
+        flat.copy_(kept)
+    followed.take_up("one", saved, 17)
+    train(whole, followed, first=STEPS)
+    assert values(followed, 0.2) == values(whole, 0.2)
+    masters["one"].step(40)
+    whole.reset()
+    assert whole.counters("one") == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": 0}}
+    assert values(whole, 0.05) == values(whole, 0.9) == [flat.tolist() for flat in masters["one"].flats]
+
+
 def test_reset_and_what_is_shown():
     """Oracle: the masters' values, copied, not shared; the averages of the decay that is named, else of the first."""
     masters = {"one": Flats(3), "two": Flats(2)}

@@ -77,9 +77,10 @@ def test_every_run_of_elements(tmp_path, world):
     assert type(open_shards(tmp_path, "net")) is Shards
 
 
-def test_the_library_reads_it(tmp_path):
-    """Oracle: the safetensors library, and the order by key and first element."""
+def test_the_library_reads_it(tmp_path, synced):
+    """Oracle: the safetensors library, and the order by key and first element; forced to the disk as a whole."""
     write(tmp_path, 3)
+    assert synced[index_name("net")] == (tmp_path / index_name("net")).stat().st_size
     with safe_open(tmp_path / index_name("net"), "np") as file:
         table = file.get_tensor("fragments")
     assert table.shape[0] == 5 and set(table[3]) == {0, 1, 2}

@@ -80,12 +80,15 @@ def test_overlapping_fragments_are_read_once(tmp_path):
     assert torch.equal(Shards(tmp_path, "net").read("master", "w", 1, 10), whole[1:11])
 
 
-def test_the_safetensors_library_opens_our_file(tmp_path):
-    """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file itself for size and hash."""
+def test_the_safetensors_library_opens_our_file(tmp_path, synced):
+    """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file itself for size and hash, and
+    it is whole when it is forced to the disk.
+    """
     path = tmp_path / shard_name("net", 0, 1)
     named = tensors()
     entry = write_shard(path, [("master", *cut(n, w, 0, w.numel())) for n, w in named.items()], {"step": "7"})
     assert entry == hash_files(tmp_path, [path.name])[path.name] and entry["size"] == path.stat().st_size
+    assert synced == {path.name: entry["size"]}
     loaded = load_file(path)
     assert {key: value.tolist() for key, value in loaded.items()} == {
         f"master/{name}": whole.flatten().tolist() for name, whole in named.items()}

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dstrain.engine import streams
-from dstrain.engine.fragment_files import RECONSTRUCTED, Fragment, Index, damaged, reconstructed, shard_name
+from dstrain.engine.fragment_files import (RECONSTRUCTED, Fragment, Index, averages, buffers, damaged,
+                                            reconstructed, shard_name)
 from dstrain.engine.fragments import Shards, write_shard
 from dstrain.engine.streams import Entry, Span, Stored, read_header, render_header, split
 from dstrain.recipe import ConfigError
@@ -58,6 +60,41 @@ def test_gaps(tmp_path):
     assert len(index.spans("master", "w", 2, 4)) == 1
 
 
+@pytest.mark.parametrize("kinds, counts, message", [
+    (("float32", "float32"), (12, 12), None), (("bfloat16", "bfloat16"), (12, 12), None),
+    (("bfloat16", "float32"), (12, 12), r"m/b is F32 \[12\], its index says BF16 \[12\]"),
+    (("float32", "bfloat16"), (12, 12), r"m/b is BF16 \[12\], its index says F32 \[12\]"),
+    (("float16", "float16"), (12, 12), r"m/a is F16 \[12\], its index says F32 \[12\]"),
+    (("float32", "float32"), (12, 11), r"m/b is F32 \[11\], its index says F32 \[12\]"),
+    (("bfloat16", "bfloat16"), (11, 12), r"m/a is BF16 \[11\], its index says BF16 \[12\]"),
+])
+def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
+    """Oracle: the safetensors library's files, by hand: float32 or bfloat16, one type in a part; as many elements as
+    the index says.
+    """
+    named = {key: torch.zeros(count, dtype=getattr(torch, kind))
+             for key, kind, count in zip(("m/a", "m/b"), kinds, counts)}
+    path = tmp_path / shard_name("net", 0, 1)
+    path.write_bytes(save(named, {"fragments": json.dumps(dict.fromkeys(named, [[3, 4], 0, 12]))}))
+    if message is None:
+        size = 4 if kinds[0] == "float32" else 2
+        assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).spans("m", "b")] == [12 * size]
+        return
+    with pytest.raises(ConfigError, match=f"is not a shard of named fragments: {message}"):
+        Index(tmp_path, "net", [path.name])
+
+
+@pytest.mark.parametrize("kind, name", [(torch.float16, "F32"), (torch.bfloat16, "F32"), (torch.float32, "F32"),
+                                        (torch.float64, "F64"), (torch.int64, "I64"), (torch.bool, "BOOL"),
+                                        (torch.uint8, "U8")])
+def test_types_of_buffers(tmp_path, kind, name):
+    """Oracle: the contract: floating buffers are written in float32 at least, others as they are; of one part alone."""
+    named = {"buffer/net/a": torch.ones(3, dtype=kind), "buffer/other/a": torch.ones(3), "system/a": torch.ones(3)}
+    (tmp_path / "common.safetensors").write_bytes(save(named))
+    entry, = buffers(tmp_path, "net")
+    assert (entry.name, entry.dtype, entry.source.numel) == ("a", name, 3)
+
+
 def test_a_file_that_ends_within_a_span(tmp_path):
     """Oracle: the bytes by hand, and the message where there are fewer than the span has."""
     (tmp_path / "file").write_bytes(b"abcdef")
@@ -70,12 +107,22 @@ def test_a_file_that_ends_within_a_span(tmp_path):
 
 
 def test_averages_made_afterwards(tmp_path):
-    """Oracle: the folders by hand: of the step asked for, else the newest; other names and widths are none."""
+    """Oracle: the folders by hand: of the step asked for, else the newest; other names and widths are none, and what a
+    checkpoint holds itself, of any part and in any shard, is taken from there.
+    """
     for name in ("step_00000009", "step_00000010", "step_x"):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
     at = lambda step, width=0.1: reconstructed(tmp_path, width, step, None)
     assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
     assert at(8) is None and at(None, 0.2) is None
+    own = tmp_path / "own"
+    own.mkdir()
+    assert averages(own) == set() and reconstructed(tmp_path, 0.1, None, own).name == "step_00000010"
+    for part, rank, kinds in (("a", 0, ("master", "ema.0.9")), ("a", 1, ("ema.0.9", "ema.0.3")),
+                              ("b-c", 0, ("ema.0.1",))):
+        write_shard(own / shard_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
+    assert averages(own) == {0.9, 0.3, 0.1} and reconstructed(tmp_path, 0.1, None, own) is None
+
 
 
 def test_kinds_and_names(tmp_path):
@@ -147,6 +194,19 @@ def test_headers(tmp_path, monkeypatch):
             read_header(path)
         with pytest.raises(ConfigError, match=f"a header of {length} bytes, readers take {limit}: one file"):
             render_header(path, kinds, {"x": "y"})
+
+
+@pytest.mark.parametrize("length, message", [(10**8, "no readable safetensors file .Expecting value"),
+                                             (10**8 + 1, "a header of 100000001 bytes")])
+def test_the_longest_header(tmp_path, length, message):
+    """Oracle: the safetensors library, which refuses the same lengths for being too large, and no shorter ones."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b" " * 8)
+    with pytest.raises(ConfigError, match=message):
+        read_header(path)
+    with pytest.raises(SafetensorError) as error, safe_open(path, "pt"):
+        pass
+    assert ("too large" in str(error.value)) == (length > 10**8)
 
 
 @pytest.mark.parametrize("sizes, room, files", [

@@ -88,6 +88,9 @@ def test_parts(stage, precision):
     shapes = {name: weight.shape for name, weight in Tiny().named_parameters()}
     assert list(engines) == ["a", "b"] and len(engines) == 2 and list(engines.modules) == ["a", "b"]
     assert engines.shapes("a") == engines.shapes("b") == shapes
+    numel = sum(shape.numel() for shape in shapes.values())
+    assert engines.counts([]) == {"a": numel, "b": numel}
+    assert engines.counts([torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)]) == {"a": numel, "b": numel, "frozen": 10}
     for part, masters in engines.masters.items():
         assert engines[part].module is engines.modules[part] and masters.stage == stage
         seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -179,7 +182,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
 def test_optimizers_that_leave_a_step_out_on_the_device(name):
     """Oracle: torch's own mark of optimizers that read found_inf and grad_scale, as updates.py sets them."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "moments": [], "muon": False}]
-    assert build(groups, run_of(optimizer=name))._step_supports_amp_scaling
+    assert build(groups, run_of(optimizer=name), False)._step_supports_amp_scaling
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

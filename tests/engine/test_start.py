@@ -1,10 +1,12 @@
 """The beginning of a process: its environment, and how ranks meet. Launchers themselves: tests/launch."""
 
 import importlib
+import logging
 import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dstrain.engine import prepare_environment
-from dstrain.engine.start import start
+from dstrain.engine.start import _compiling, start
 from dstrain.ranks import group
 from dstrain.ranks.phases import Phases
 from dstrain.recipe import ConfigError
@@ -89,13 +91,32 @@ def named(rank: int) -> None:
     os.environ.update(ranks(rank, 2))
     port = os.environ["MASTER_PORT"]
     seen = watched()
-    meet(rank, 2)
+    import deepspeed
+    own, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{rank}_localhost_{number}_x") for number in (port, "0"))
+    init = deepspeed.init_distributed
+
+    def mapped_late(**words) -> None:
+        init(**words)
+        own.touch()
+        other.touch()
+        if rank == 1:
+            time.sleep(0.3)
+            assert own.exists()                   # nobody else has removed it before this rank has mapped it
+
+    deepspeed.init_distributed = mapped_late
+    try:
+        meet(rank, 2)
+        assert other.exists()                     # of another run
+    finally:
+        other.unlink()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", port)
     assert seen.count("meeting 1 other ranks at localhost") == 1
 
 
 def test_two_ranks_that_are_told_where():
-    """Oracle: the launcher's own address and port, which stay; a sum over both ranks."""
+    """Oracle: the launcher's own address and port, which stay; a sum over both ranks; the names in /dev/shm, of which
+    those of this run go when the last rank has used its own.
+    """
     forked(2, named, MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
 
 
@@ -116,6 +137,26 @@ def test_two_ranks_of_slurm(tmp_path, name):
         pass
     forked(2, slurm, SLURM_NTASKS="2", SLURM_STEP_ID="0", SLURM_JOB_ID=str(port - 20000 + 70000),
            SLURM_TASKS_PER_NODE="2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **{name: "some[1-2]"})
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
+    """Oracle: by hand: two lines and a phase where DeepSpeed's operator is not there yet, else none."""
+    lines, seen = [], []
+    monkeypatch.setattr(Phases, "at", lambda self, phase: seen.append(phase))
+    monkeypatch.setattr(Phases, "say", lambda self, line: lines.append(line))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    if there:
+        (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
+    with _compiling():
+        lines.append("inside")
+    if there:
+        assert lines == ["inside"] and seen == []
+        return
+    assert [line.split(",")[0] for line in lines] == [
+        "compiling DeepSpeed's operator for exchanges between ranks on the CPU", "inside", "compiled in 0 s"]
+    assert seen == ["compiling DeepSpeed's operator, or waiting for another process that does"]
 
 
 def taken(rank: int) -> None:
@@ -160,7 +201,9 @@ def test_the_environment_of_deepspeed(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep)
                                                if folder != beside))
     without = os.environ["PATH"]
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.NOTSET)
     prepare_environment()
+    assert logging.getLogger("torch.utils.cpp_extension").level == logging.ERROR  # else it warns
     folder = os.environ["TORCH_EXTENSIONS_DIR"]
     assert os.environ["DS_ACCELERATOR"] == "cpu" and os.environ["PATH"] == beside + os.pathsep + without
     assert Path(folder).parent == Path.home() / ".cache" / "torch_extensions"

@@ -1,6 +1,7 @@
 """Oracle: the bytes that were saved; which checkpoint must survive is counted beside the store."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.disk import sealed
+from dstrain.engine import seals
 from dstrain.engine.manifest import NAME, Digest, hash_files, manifest
 from dstrain.engine.store import ROUTINE, STOP, TROUBLE, Store
 from dstrain.ranks import group
@@ -171,6 +173,18 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
         assert store.newest(lambda text: None) is None
     path.write_bytes(data[64:128] + data[:64] + data[128:])
     assert store.newest(lambda text: None) is None
+
+
+@pytest.mark.parametrize("size", [0, 1 << 26, (1 << 26) + 1])
+def test_hashes_of_any_version(tmp_path, size):
+    """Oracle: hashlib on the zeros of a file, by the words of manifest.py: blake2b of the blake2b of blocks of 64 MB.
+    """
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(size)
+    whole = hashlib.blake2b(digest_size=32)
+    for count in [min(size, 1 << 26), *([size - (1 << 26)] if size > 1 << 26 else [])]:
+        whole.update(hashlib.blake2b(bytes(count), digest_size=32).digest())
+    assert hash_files(tmp_path, ["file"]) == {"file": {"size": size, "hash": whole.hexdigest()}}
 
 
 @settings(max_examples=40, deadline=None)
@@ -563,3 +577,10 @@ def test_a_hash_that_is_taken_while_writing(tmp_path, monkeypatch):
             digest.update(memoryview(data[start:start + 5]))
         (tmp_path / "a").write_bytes(data)
         assert {"a": digest.entry()} == hash_files(tmp_path, ["a"], sync=True) and len(synced) == size + 1
+
+
+def test_a_file_that_another_rank_sees(tmp_path):
+    """Oracle: by hand: a name that a rank has listed, and that this one does not see; and a folder where all see all."""
+    (tmp_path / "a").write_bytes(b"x")
+    assert seals._merged(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
+    assert "b is not seen by all ranks" in seals._merged(tmp_path, [({}, ["a", "b"], None)])[2]

@@ -99,7 +99,7 @@ def test_clips_of_texts_and_scenes(made, tmp_path):
     finish(command("launch/generate.py", maskgit, "--scenes", tmp_path / "texts.txt", "--num-samples", "2", "--out", out,
                    num=1))
     story = np.load(next(out.glob("*.npz")))["arr_0"]
-    assert story.shape == (2, 5 + 2 + 2, 16, 16, 3)              # each scene is primed by 3 of 5 frames
+    assert story.shape == (2, 5 + 4 + 4, 16, 16, 3)              # each scene is primed by 1 of 5 frames
     output = finish(command("launch/generate.py", maskgit, "--prompts", tmp_path / "texts.txt", "--num-frames", "4",
                             num=1), code=2)
     assert "num_frames" in output or "--num-frames" in output

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.launch import ROOT, environment, here
 
+SIZES = "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
 
 
@@ -40,3 +41,32 @@ def test_calibration():
     rows = {(row["depth"], row["micro"]): row["seconds"] for row in values["predicted"]}
     assert rows[2, 8] == pytest.approx(values["measured"]["8"]) and set(values["measured"]) == {"8", "2"}
     assert rows[2, 8] < rows[2, 16] < rows[4, 16] and rows[1, 8] < rows[2, 8]
+
+
+@pytest.mark.parametrize("stage, world, words, change", [
+    (0, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.stage": 2}),
+    (3, 4, ["batch.global=4", "model.recompute=all"], {"zero_optimization.offload_optimizer": "cpu"}),
+    (3, 2, ["batch.global=8", "batch.micro=1", "model.recompute=all", "optimizer.name=lion"], {"world": 4}),
+])
+def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, capsys):
+    """Oracle: GPUs of exactly the bytes that the changed run takes: what the command names changes this choice alone,
+    and with what it names the same command says that it fits. Weights too large for the stage, and so large that only
+    offload, or more GPUs where the optimizer has none, helps; smaller micro-batches: tests/costs/test_advice.py.
+    """
+    def planned(change, gpu):
+        zero = {"stage": change.get("zero_optimization.stage", stage), "reduce_bucket_size": 10 ** 6}
+        if device := change.get("zero_optimization.offload_optimizer"):
+            zero["offload_optimizer"] = {"device": device, "pin_memory": True}
+        file = tmp_path / "ds_config.json"
+        file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+        code, out, err = here("plan.py", [
+            *map(str, TINY), "--json", "--ds_config", str(file), "--world", str(change.get("world", world)), "--gpu",
+            str(gpu), "model.hidden_size=1024", *words], monkeypatch, capsys)
+        assert code == 0, err
+        return json.loads(out)
+
+    changed = planned(change, "900TB")
+    memory = changed["device_bytes"] + changed["reserve_bytes"]
+    before = planned({}, memory)
+    assert not before["fits"] and before["advice"]["changes"].keys() == change.keys()
+    assert planned(before["advice"]["changes"], memory)["fits"]

@@ -70,9 +70,14 @@ def test_folder_zip_and_npz(tmp_path):
     with pytest.raises(ConfigError, match="^--against .*empty holds no images"):          # and nothing before it
         images.open_set(tmp_path / "empty", "--against")
     for others, message in (({"arr_1": np.arange(4)}, "arr_1 has 4 entries, and arr_0 5 images"),
+                            ({"arr_1": np.arange(5) / 2}, "arr_1 is float64, and labels are whole numbers"),
                             ({"prompts": np.array(["a"])}, "prompts has 1 entries")):
         with pytest.raises(ConfigError, match=f"--images .*b.npz.*{message}"):
             images.open_set(arrays(tmp_path / "b.npz", pixels, **others), "--images")
+    for unfit, message in ((pixels[:1], "holds 1 image, and metrics compare sets"),
+                           (pixels[:, :, :0], "cannot be read .*arr_0 is uint8 .5, 0, 5, 3.")):
+        with pytest.raises(ConfigError, match=f"--against .*c.npz {message}"):
+            images.open_set(arrays(tmp_path / "c.npz", unfit), "--against")
 
 
 @pytest.mark.parametrize("content, message", [

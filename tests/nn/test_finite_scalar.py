@@ -8,7 +8,7 @@ import torch
 
 from dstrain.nn.finite_scalar import FiniteScalar, bounded, code_of, levels_of, require_levels, tokens_of
 
-LEVELS = [(8, 6, 5), (2, 3), (4, 4, 4, 4)]
+LEVELS = [(8, 6, 5), (3, 4), (4, 4, 4, 4), (1000,), (999,)]
 
 
 @pytest.mark.parametrize("levels", LEVELS)
@@ -52,9 +52,18 @@ def test_encode_decode_and_gradient():
     assert half.x.dtype == torch.bfloat16 and half.commitment.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("levels, words", [((8, 1), "two levels or more"), ((), "two levels or more"),
+@pytest.mark.parametrize("levels, words", [((8, 2), "give 3 to 1000 levels"), ((), "give 3 to 1000 levels"),
+                                           ((1001,), "give 3 to 1000 levels"),
                                            ((8, 6, 5), "make 240 tokens and num_tokens is 256: write num_tokens=240")])
 def test_levels_that_do_not_fit(levels, words):
     """Oracle: a ValueError with both numbers and the remedy."""
     with pytest.raises(ValueError, match=words):
         require_levels(levels, 256, "num_tokens")
+
+
+def test_tokens_of_what_is_no_number():
+    """Oracle: the law that tokens lie in the codebook, also of a pass that failed, since evaluation counts them."""
+    quantizer, x = FiniteScalar(4, (8, 6, 5)), torch.randn(6, 4)
+    x[:2], x[2] = torch.nan, torch.inf
+    tokens = quantizer.encode(x)
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 240

@@ -1,8 +1,10 @@
 """What a run says while it is silent, by real threads."""
 
+import io
 import os
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,6 +12,7 @@ from dstrain.command.ending import run_main
 from dstrain.ranks import phases
 from dstrain.ranks.bars import Bar
 from dstrain.ranks.phases import Phases
+from launch import consolidate
 
 
 @pytest.fixture
@@ -89,12 +92,33 @@ def test_every_verb_speaks(speaks):
     def listeners() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "phases"]
 
+    for thread in listeners():                               # of earlier tests, which end a moment later
+        thread.join(60)
     during = []
     run_main(lambda: during.extend(listeners()), speaks)
     assert len(during) == speaks
     for thread in during:
         thread.join(60)
     assert listeners() == []
+
+
+def test_a_bar_on_a_terminal_is_a_phase():
+    """Oracle: by hand: 3 of 10, as beside the bar itself."""
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with Bar("drawing", total=10, file=Terminal()) as bar:
+        assert not bar.disable
+        bar.update(3)
+        assert bar.n == 3 and phases.phases()._phase[0] == "drawing: 3 of 10"
+
+
+def test_consolidate_names_its_bytes():
+    """Oracle: by hand: 40 of 100 bytes, where stderr is no terminal, too."""
+    with ExitStack() as stack:
+        consolidate._bar(stack)(100)(40)
+        assert phases.phases()._phase[0] == "verifying and writing bytes: 40 of 100"
 
 
 def test_a_hidden_bar_is_a_phase():

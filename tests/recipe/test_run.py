@@ -1,5 +1,6 @@
 """Recipes: reading, overriding, checking, writing back, comparing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,17 +151,12 @@ def test_all_faults_are_named_at_once():
     ("lr", "optimizer.lr"), ("learning_rate", "optimizer.lr"), ("batch_size", "batch.global"), ("optimiser.lr", "optimizer"),
     ("optimizer.LR", "optimizer.lr"), ("sampels.num", "samples"), ("every.smaple", "every.sample"), ("micro", "batch.micro"),
     ("data.flop", "data.flip"), ("weight-decay", "optimizer.weight_decay"), ("max_steps", "steps"),
+    ("guidence_scal", "samples.guidance_scale"), ("save.best_one_of_all", "save.best"),
 ])
 def test_did_you_mean(typed, meant):
     """Oracle: the key that a reader would have meant."""
-    with pytest.raises(ConfigError, match=r"did you mean .*" + meant.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)"):
         recipe.load(None, [f"{typed}=1"])
-
-
-def test_weights_of_some_sources_only(tmp_path):
-    """Oracle: the message names the source that has a weight."""
-    with pytest.raises(ConfigError, match="data.mixture: /a/plain has a weight, and others have none"):
-        recipe.load(None, ["data.mixture=[{path: /a/other}, {path: /a/plain, weight: 2}]"])
 
 
 def test_differences_and_what_a_resumed_run_may_change():

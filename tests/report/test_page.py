@@ -36,14 +36,18 @@ addEventListener("load", () => until(() => all(".chart")[0].dataset.drawn, () =>
   const first = all(".chart")[0], slider = all("input[type=range]")[0];
   const xs = {steps: first.data.map(trace => trace.x)};
   for (const axis of ["samples", "hours"]) { all(`input[value=${axis}]`)[0].click(); xs[axis] = first.data.map(t => t.x); }
+  const ranges = Object.fromEntries(all(".chart").filter(chart => chart.layout).map(chart =>
+    [chart.closest(".card").querySelector("h3").textContent, chart.layout.yaxis.range]));
   all("#log")[0].click();
   slider.value = 0;
   slider.dispatchEvent(new Event("input"));
   until(() => all("img").every(image => image.complete), () => fetch("SERVER", {method: "POST", mode: "no-cors",
-    body: JSON.stringify({errors, evil: window.evil, width: document.documentElement.scrollWidth, xs,
+    body: JSON.stringify({errors, ranges, evil: window.evil, width: document.documentElement.scrollWidth, xs,
       titles: all(".charts h3").map(one => one.textContent), scale: first.layout.yaxis.type,
       lines: first.layout.shapes.map(one => one.x0), captions: all("figcaption").map(one => one.textContent),
-      images: all("img").map(image => image.naturalWidth), text: document.body.innerText})}));
+      images: all("img").map(image => image.naturalWidth),
+      inside: all(".main-svg").every(svg => svg.getBoundingClientRect().right <=
+        svg.closest(".card").getBoundingClientRect().right), text: document.body.innerText})}));
 }));
 </script>"""
 FRAME = '<!doctype html><iframe src="page.html" style="width:WIDTHpx;height:9000px"></iframe>'
@@ -102,13 +106,16 @@ def two(tmp_path_factory):
 
 def test_one_run_in_a_browser(two, tmp_path):
     """Oracle: the run's own values; no error, no foreign text taken for markup, nothing wider than 400 pixels."""
+    read = record.read(two / "two")
     seen = looked_at(page.write([two / "two"], tmp_path / "out" / "report.html"), tmp_path, 400)
-    assert seen["errors"] == [] and seen.get("evil") is None and seen["width"] <= 400
+    assert seen["errors"] == [] and seen.get("evil") is None and seen["width"] <= 400 and seen["inside"]
     assert seen["titles"][:4] == ["loss", "loss by quarter of the timesteps", "held_out/loss", "lr"]
     assert EVIL in seen["titles"] and EVIL in seen["text"] and seen["scale"] == "log"
     assert seen["xs"]["steps"] == [[8, 16, 24, 32]] and seen["xs"]["samples"] == [[32, 64, 96, 128]]
     assert all(hours >= 0 for hours in seen["xs"]["hours"][0])
     assert len(seen["lines"]) == 3                               # two resumes and a rollback
+    level, low, high = float(read.metrics.last("lr")), *seen["ranges"]["lr"]
+    assert low == 0 and high == pytest.approx(2 * level) and seen["ranges"]["samples_per_second"][0] == 0
     assert seen["captions"] == ["step 8"] and len(seen["images"]) == 2 and min(seen["images"]) > 0
     for text in ("optimizer.lr", "a loss of <NaN>", "0.002", "deepspeed", "total", "back from step 38 to 32"):
         assert text in seen["text"], text
@@ -126,6 +133,24 @@ def test_two_runs_in_a_browser(two, tmp_path):
     assert ["deepspeed.zero_optimization.stage", "2", "3"] in rows and not any(row[0] == "seed" for row in rows)
 
 
+def test_runs_of_one_name(two, tmp_path):
+    """Oracle: their folders, from the one that holds both on."""
+    for place in ("first", "second/deep"):
+        shutil.copytree(two / "one", tmp_path / place / "one")
+    runs = [tmp_path / "first" / "one", tmp_path / "second" / "deep" / "one"]
+    text = page.write(runs, tmp_path / "report.html").read_text()
+    assert "<title>first/one, second/deep/one</title>" in text
+    assert str(tmp_path) not in text.partition("<h2>first/one")[0]
+
+
+def test_a_loss_that_is_no_number(tmp_path):
+    """Oracle: the last line of metrics.jsonl: the page's head says nan, and not the loss of an earlier step."""
+    made(tmp_path / "run", steps=32)
+    with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 40, "loss": NaN}\n')
+    assert ">nan<" in page.write([tmp_path / "run"], tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_folder_of_rubbish(two, tmp_path):
     """Oracle: a remark for each file that cannot be read, and a page all the same."""
     folder = shutil.copytree(two / "one", tmp_path / "run")
@@ -136,7 +161,7 @@ def test_a_folder_of_rubbish(two, tmp_path):
     found = record.read(folder)
     text = page.html([found])
     assert "</html>" in text
-    for name in ("run.yaml", "ds_config.json", "bad_files.txt", "1 lines of metrics.jsonl", "samples/step_00000008.png",
+    for name in ("run.yaml", "ds_config.json", "bad_files.txt", "lines of metrics.jsonl, which are left out: 1", "samples/step_00000008.png",
                  "evaluation/step_00000040_ema0.99.json", "events.jsonl"):
         assert any(name in remark for remark in found.remarks), name
 

@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 
-from dstrain.report import state
+import pytest
+
+from dstrain.recipe import ConfigError
+from dstrain.report import record, state
 from dstrain.runs import folders
 from tests.report.folder import made
 from tests.support.launch import ROOT, environment, here
@@ -36,10 +39,16 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     shutil.copy(runs / "complete" / "run.yaml", runs / "imported")
     (runs / "more" / "running" / "checkpoints" / "step_00000024").mkdir(parents=True)
     capsys.readouterr()
-    with folders.claim(runs / "more" / "running"), folders.claim(runs / "complete"):
+    begun = shutil.copytree(runs / "more" / "running", runs / "begun", ignore=shutil.ignore_patterns("*.jsonl", "*.txt"))
+    with (folders.claim(runs / "more" / "running"), folders.claim(runs / "complete"), folders.claim(begun),
+          folders.claim(runs / "checked")):
+        with pytest.raises(ConfigError, match="has not begun yet"):
+            record.read(runs / "checked")
+        assert not any("events.jsonl" in remark for remark in record.read(begun).remarks)
         code, out, _ = here("watch.py", [runs, "--json"], monkeypatch, capsys)
         _, shown, _ = here("watch.py", [runs], monkeypatch, capsys)
     states = {one["run"]: one for one in json.loads(out)}
+    assert shown.count("damaged") == 1 and "\nrubbish: its run.yaml is missing or damaged" in shown
     stopped = runs / "more" / "stopped"
     for later, word in ((1, "stopped"), (-1, "running")):    # the command that said so holds it still; the next one does
         with folders.claim(stopped):
@@ -48,14 +57,15 @@ def test_the_table(tmp_path, monkeypatch, capsys):
             assert state.state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
         "complete": "complete", "imported": "imported", "running": "running", "stopped": "stopped", "dead": "dead",
-        "rubbish": "dead", "without metrics": "complete"}
+        "rubbish": "dead", "without metrics": "complete", "begun": "beginning", "checked": "beginning"}
     running = states["running"]
     assert (running["step"], running["steps"], running["checkpoint"]) == (32, 64, 24)
     assert running["seconds_left"] == 77.5
     assert states["dead"]["seconds_left"] == 32 * 4 / 2.0        # without that figure: samples that are left, by their rate
     assert running["picture"] == str(runs / "more" / "running" / "samples" / "step_00000032.png")
     lines = shown.splitlines()
-    assert "32 of 64" in lines[5] and lines[5].startswith("running") and lines[-2] == "dead: the gradient is not finite"
+    line = next(line for line in lines if line.startswith("running"))
+    assert "32 of 64" in line and "dead: the gradient is not finite" in lines
     code, _, error = here("watch.py", [tmp_path / "absent"], monkeypatch, capsys)
     assert code == 2 and "is no folder: name a run, or a folder of runs" in error
     assert here("watch.py", [tmp_path / "runs" / "more" / "rubbish" / "samples"], monkeypatch, capsys)[1].startswith(

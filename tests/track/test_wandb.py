@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dstrain.recipe import Run, Track
-from dstrain.track import wandb_sink
+from dstrain.track import machine, wandb_sink
 from dstrain.track.tracker import Tracker, read_metrics
 from dstrain.track.wandb_sink import WandbSink, base_url, has_key, resolved_mode
 from tests.support.launch import ROOT
@@ -159,6 +159,7 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     tags, group, notes, config = described(folder)
     assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
     assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    assert {name: config["machine"].get(name) for name in machine.commit()} == machine.commit()     # git's, where it is
     assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
     assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
@@ -292,7 +293,7 @@ def test_a_server_that_never_answers_delays_no_step(tmp_path, monkeypatch):
 
 
 def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
-    """Oracle: 500 entries less the 10 that fit, lines by hand; a wait for the held init would never end."""
+    """Oracle: the 500 entries, of which 10 fit and wait in vain; lines by hand; a wait for the held init would never end."""
     held = threading.Event()
     monkeypatch.setattr(wandb_sink, "_CAPACITY", 10)
     sent, notes = sink(tmp_path, monkeypatch, Fake(init=lambda mode: held.wait()))
@@ -302,8 +303,8 @@ def test_an_init_that_hangs_delays_no_step(tmp_path, monkeypatch):
     assert time.monotonic() - begun < 5                       # 10 ms each would be a step's worth
     sent.close(0.3)
     assert time.monotonic() - begun < 30                      # the held init would never end
-    assert sent.dropped == 490
-    assert "not finished after 0.3 s" in notes[0] and "490 entries were not logged" in notes[1]
+    assert sent.dropped == 500
+    assert "not finished after 0.3 s" in notes[0] and "500 entries were not logged" in notes[1]
     held.set()
 
 

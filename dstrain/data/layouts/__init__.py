@@ -48,6 +48,10 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
     """The layout of the data at a path. ConfigError: they have none of the forms above."""
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
+            unread = [key for key in request.columns if key not in layout.columns_read]
+            if unread and request.key == "data.path" and not request.mixed:      # else they may be of the other data
+                raise ConfigError(f"data.columns names {', '.join(unread)}, and {path} ({layout.kind}) has "
+                                  f"{', '.join(layout.columns_read) or 'no columns'}: leave the others out")
             return layout(path, files, request)
     raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, a list of them ("
                       f"{' '.join(TABLES)}, or lines PATH NUMBER), or builtin:fashion")

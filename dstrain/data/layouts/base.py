@@ -53,6 +53,7 @@ class Request:
     class_list: str | None = None          # data.class_list: a file with a class (synset) a line
     columns: dict[str, str | list[str]] = field(default_factory=dict)   # data.columns: path, image, label, caption
     cache: Cache = field(default_factory=Cache)             # data.cache, of data at an address
+    mixed: bool = False                    # one of several sources, which share the entries above
 
 
 class Layout(ABC):
@@ -65,6 +66,7 @@ class Layout(ABC):
 
     kind: ClassVar[str]                    # as the README's table calls it: "zip with dataset.json"
     light: bool = False                    # reading a sample costs less than passing it between processes
+    columns_read: ClassVar[tuple[str, ...]] = ()       # keys of data.columns that it heeds
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         self.root, self.files, self.request = root, files, request

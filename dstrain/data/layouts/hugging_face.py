@@ -37,6 +37,7 @@ class Tables(Layout):
     """Files with a column of images; a sample's name is that of its file and its row there."""
 
     suffix: str
+    columns_read = ("image", "label", "caption")
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
@@ -106,6 +107,7 @@ class Tables(Layout):
         columns, label, captions = self.columns, None, []
         if columns.label is not None:
             label = row[columns.label]
+            label = int(label) if isinstance(label, bool) else label
             if not isinstance(label, int | str) or isinstance(label, int) and not 0 <= label < (len(self.classes) or
                                                                                                1 << 31):
                 raise ConfigError(f"{self.request.key}={self.root}: {place.name} has the {columns.label} {label!r}, "
@@ -114,7 +116,8 @@ class Tables(Layout):
         for name in columns.captions:
             texts = row[name] if isinstance(row[name], list) else [row[name]]
             captions += [str(text or "").strip() for text in texts]
-        return Sample(place, label, tuple(captions))
+        # Without a text, it will be a bad sample.
+        return Sample(place, label, tuple(captions) or ("",) * bool(columns.captions))
 
     def _image(self, value: Any) -> bytes | Path:
         """The bytes of an image, or where the table names a file instead, its path."""

@@ -36,6 +36,7 @@ class TableList(Layout):
     """A table as `data.path`."""
 
     kind = "csv, tsv, jsonl or parquet list"
+    columns_read = ("path", "label", "caption")
     bases: ClassVar[tuple[str, ...]] = ("",)         # folders in which the files may be, from that of the list
     known: ClassVar[dict[str, tuple[str, ...]]] = COLUMNS
 
@@ -172,17 +173,20 @@ class Metadata(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        name = next((name for name in _METADATA if exists(files, name)), None)
-        if name is None or request.captions_file is not None:
+        if request.captions_file is not None:
             return False
-        table = open_table(files, name, f"{request.key}={root}: {name}")
-        if "file_name" not in _columns_if_readable(table):             # it is someone else's
-            return False
-        label = request.labels == "auto" and _column("label", table, request)
-        return bool(label or request.captions and _column("caption", table, request))
+        names = [name for name in _METADATA if exists(files, name)]
+        tables = [open_table(files, name, f"{request.key}={root}: {name}") for name in names]
+        tables = [table for table in tables if "file_name" in _columns_if_readable(table)]   # else it is someone else's
+        if len(tables) > 1:
+            raise ConfigError(f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
+                              "counts? Keep one")
+        return any(request.labels == "auto" and _column("label", table, request) or
+                   request.captions and _column("caption", table, request) for table in tables)
 
     def _tables(self) -> list[Table]:
-        return [self._table(next(name for name in _METADATA if exists(self.files, name)))]
+        tables = (self._table(name) for name in _METADATA if exists(self.files, name))
+        return [next(table for table in tables if "file_name" in _columns_if_readable(table))]
 
     def _table(self, name: str) -> Table:
         return open_table(self.files, name, f"{self.request.key}={self.root}: {name}")

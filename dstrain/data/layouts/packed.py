@@ -30,6 +30,11 @@ class PackedFiles(Layout):
         if body["noun"] != self.request.noun:
             remedy = "write data.num_frames=17, say" if body["noun"] == "clips" else "leave data.num_frames out"
             raise ConfigError(f"{where} holds {body['noun']}, not {self.request.noun}: {remedy}")
+        chosen = {"labels": self.request.labels not in ("auto", "none"), "class_list": self.request.class_list}
+        if any(chosen.values()) and self.request.key == "data.path" and not self.request.mixed:
+            raise ConfigError(f"{where} keeps the labels with which it was packed, and data."
+                              f"{next(name for name in chosen if chosen[name])} is of no use here: leave it out, or "
+                              "give it to launch/pack.py")
         for shard in body["shards"]:
             try:
                 size = self.files.stat(shard["name"]).size

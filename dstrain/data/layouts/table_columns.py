@@ -11,6 +11,7 @@ from dstrain.data.layouts.base import Request
 from dstrain.recipe import ConfigError
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes", "content", "data")
+_CLIPS = ("video", "mp4", "clip")
 _LABELS = ("label", "labels", "class", "cls", "class_id", "fine_label")
 _CAPTIONS = ("caption", "captions", "text", "texts", "prompt", "sentences")
 
@@ -27,6 +28,9 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
     """
     where = f"{request.key}={root}"
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
+    for key in ("image", "label"):
+        if len(chosen.get(key, ())) > 1:
+            raise ConfigError(f"data.columns={{{key}: {', '.join(chosen[key])}}}: a sample has one {key}, so name one")
     if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names if name not in schema.names]:
         raise ConfigError(f"{where} has no column {', '.join(unknown)} of data.columns; it has "
                           f"{', '.join(schema.names)}")
@@ -41,9 +45,10 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
     label = next((name for name in (*chosen.get("label", ()), *_LABELS) if name in schema.names), None)
     label = label or (of_classes[0] if len(of_classes) == 1 else None)
     if request.labels == "none" or label is not None and not _is_label(schema.field(label).type):
-        if "label" in chosen and request.labels != "none":
+        nested = label is not None and pa.types.is_nested(schema.field(label).type)    # boxes, say, and not classes
+        if request.labels != "none" and ("label" in chosen or not nested):
             raise ConfigError(f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
-                              "numbers or names")
+                              "numbers or names: name another, data.columns={label: NAME}, or write data.labels=none")
         label = None
     names = features.get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
@@ -54,12 +59,13 @@ def columns_of(schema: pa.Schema, request: Request, root: str) -> Columns:
 
 def image_columns(schema: pa.Schema, request: Request) -> list[str]:
     """The columns that may be meant: one, if all is well."""
-    if "image" in request.columns:
-        return [name for name in [request.columns["image"]] if name in schema.names]
+    if chosen := request.columns.get("image"):
+        return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
     fitting = [field.name for field in schema if _holds_bytes(field.type)]
-    named = [name for name in _IMAGES if name in fitting]
-    marked = [name for name, feature in _features(schema).items() if feature.get("_type") == "Image"
-              and name in fitting]
+    of_clips = request.noun == "clips"
+    named = [name for name in (*_CLIPS * of_clips, *_IMAGES) if name in fitting]
+    kind = "Video" if of_clips else "Image"
+    marked = [name for name, feature in _features(schema).items() if feature.get("_type") == kind and name in fitting]
     return marked or named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
@@ -70,7 +76,10 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _is_label(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if pa.types.is_dictionary(kind):                                   # pandas' categories
+        kind = kind.value_type
+    return any(fits(kind) for fits in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string,
+                                       pa.types.is_large_string))
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -7,7 +7,8 @@
 A key ends at the first dot of the file's name. Labels are in .cls, else in .json as "label": a number, or a class's
 name. Captions are in .txt, one a line, else in .json (see beside.py). A tar file is never extracted: one pass over its
 headers finds where members lie, and they are read by offset. Names in it are data, never paths. Only regular members
-are read; links, devices and sparse files are passed over. Of repeated members the first counts.
+are read; links, devices and sparse files are passed over. Of several images of a key the first counts, of members with
+one name none.
 """
 
 import contextlib
@@ -76,6 +77,10 @@ class Tars(Layout):
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
+                if "dotted" in sample:
+                    raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['dotted']} has several dots. A "
+                                      "key ends at the first one, so its suffix is not known: pack it under a name "
+                                      "with one dot")
                 continue
             if labelled and "damaged" in sample and sample.get("cls", sample.get("label")) is None:
                 raise ConfigError(f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
@@ -114,6 +119,8 @@ class Tars(Layout):
                         self._add_place(sample, f".{suffix}".lower(), member)
                     elif suffix.lower() in ("cls", "json", "txt"):
                         self._add_text(sample, suffix.lower(), file, member)
+                    elif f".{suffix.rpartition('.')[2]}".lower() in self.request.suffixes:
+                        sample["dotted"] = member.name
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
                     raise tarfile.ReadError("it is cut off: no block of zeros ends it")
@@ -126,6 +133,9 @@ class Tars(Layout):
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
         """The first image of a key counts; of clips the video, and not the picture that is shown for it."""
+        if suffix in sample.get("suffixes", ()):
+            raise tarfile.TarError(f"it has two members {member.name}")
+        sample["suffixes"] = (*sample.get("suffixes", ()), suffix)
         is_clip = self.request.noun == "clips"
         rank = self.request.suffixes.index(suffix) if is_clip else 0         # videos stand before pictures
         if "place" not in sample or rank < sample["rank"]:

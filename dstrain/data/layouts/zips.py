@@ -65,13 +65,14 @@ class Zips(Layout):
 
     def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
-        members, tables, top = Members(), [], None
+        members, tables, top, arrays = Members(), [], None, False
         with self.files.open(part) as file:
             for member in directory(file):
                 folders = member.name.split("/")
                 if any(not folder or folder[0] == "." for folder in folders) or folders[0] == "__MACOSX":
                     continue
                 is_table = folders[-1] == LABELS
+                arrays = arrays or member.name.endswith(".npy")
                 if not is_table and not member.name.lower().endswith(self.request.suffixes):
                     continue
                 if member.encrypted or member.method not in (STORED, DEFLATED):
@@ -84,8 +85,10 @@ class Zips(Layout):
                 top = folder if top is None else _common(top, folder)
                 members.add(member)
         if top is None:
+            remedy = ("; latents of EDM2's dataset_tool.py are taken over by launch/encode.py --from-latents FILE "
+                      "--first-stage PATH --out DIR") if arrays else ""
             raise ConfigError(f"it holds no {self.request.noun}; files ending in {' '.join(self.request.suffixes)} are "
-                              "read")
+                              f"read{remedy}")
         top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
         labels = None
         for table in tables:

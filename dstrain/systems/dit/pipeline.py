@@ -33,10 +33,11 @@ class ClassPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(self, class_labels, guidance_scale=1.0, num_inference_steps=50, generator=None, latents=None,
-                 output_type="pil"):
+                 output_type="pil", guidance_interval=None):
         """A picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
 
-        output_type: pil, np, pt, or latent: what the chain ends with, undecoded. ValueError: no such label.
+        output_type: pil, np, pt, or latent: what the chain ends with, undecoded. guidance_interval: (LOW, HIGH), the
+        noise levels sigma / alpha between which predictions are guided; None: all. ValueError: no such label.
         """
         config, device, scheduler = self.transformer.config, self._execution_device, self.scheduler
         y = torch.as_tensor(class_labels, device=device).reshape(-1)                                  # (B,)
@@ -54,14 +55,22 @@ class ClassPipeline(DiffusionPipeline):
                    if name in inspect.signature(scheduler.step).parameters}
         learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
                    and scheduler.config.variance_type.startswith("learned"))
+        low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
-            out = self._guided(x, t.to(device), y, guidance_scale)
+            out = self._guided(x, t.to(device), y, guidance_scale if low <= self._noise(t) <= high else 1)
             x = scheduler.step(out if learned else out[:, :shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
             x = self.vae.decode(x / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)).sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
+
+    def _noise(self, t):
+        """sigma / alpha at a timestep."""
+        if hasattr(self.scheduler, "alphas_cumprod"):
+            return (1 / float(self.scheduler.alphas_cumprod[int(t)]) - 1) ** 0.5
+        share = float(t) / self.scheduler.config.num_train_timesteps
+        return share / (1 - share) if share < 1 else float("inf")
 
     def _guided(self, x, t, y, scale):
         """The prediction and, behind its channels, the variances of the half with labels."""

@@ -26,10 +26,11 @@ _REMEDIES = (
     (r"", "depth, heads and dim_head"),
 )
 _LUCIDRAINS_REMEDIES = (
-    (r"^null_|^to_time", "text_cond_drop_prob, max_text_len, timesteps and lucidrains.timestep_table"),
-    (r"init_norm", "norm_in"),
-    (r"transformer\.norm", "lucidrains.norm_out"),
-    (r"project_out", "lucidrains.final_proj"),
+    (r"^null_|^to_time",
+     "image_embed_dim, text_cond_drop_prob, max_text_len, timesteps and lucidrains.timestep_table"),
+    (r"init_norm", "image_embed_dim and norm_in"),
+    (r"transformer\.norm", "image_embed_dim and lucidrains.norm_out"),
+    (r"project_out", "image_embed_dim and lucidrains.final_proj"),
     (r"layers\.\d+\.1", "depth, lucidrains.normformer and lucidrains.ff_mult"),
     (r"", "image_embed_dim, depth, heads and dim_head"),
 )
@@ -70,9 +71,13 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config, mean: Te
     texts and the layer of the previous prediction, which published files lack, start at 0.
     ConfigError: the first other difference, with both sides and the remedy.
     """
+    is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
+        if not is_lucidrains:
+            raise ConfigError("weights: the file is no prior of DALLE2-pytorch: give one, or leave model.lucidrains "
+                              "out where it is one of diffusers")
         return _adapt_lucidrains(state, network, config)
-    if any("causal_transformer." in name for name in state):
+    if is_lucidrains:
         raise ConfigError("weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
                           "its config, with what differs from the original's defaults (launch/prior.md)")
     shapes = fitting.shapes_of(network)
@@ -120,11 +125,13 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     elif "null_text_embeds" in state and not config.lucidrains.cosine_similarity:
         raise ConfigError("model.lucidrains.cosine_similarity=false: the file is of version 1.9 or later, whose "
                           "attention is by cosines; leave it out")
-    for name in ("null_text_embeds", "null_image_embed", "null_text_encodings"):
+    if "null_text_encodings" in state and not state["null_text_encodings"].shape.numel():
+        del state["null_text_encodings"]                                  # the original's max_text_len=0
+    for name in ("null_text_embeds", "null_image_embed"):
         if name in state and name not in shapes:
             del state[name]
-            notes.append(f"{name}: of no use without dropped inputs or without text tokens, and left")
-        elif name in shapes and name not in state and name != "null_text_encodings":
+            notes.append(f"{name}: of no use without dropped inputs, and left")
+        elif name in shapes and name not in state:
             state[name] = torch.zeros(shapes[name])
             notes.append(f"{name}: absent in the file, begins at 0; guide samples only after training with dropped "
                          "texts")
@@ -135,9 +142,10 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
 def _require_schedule(betas: Tensor | None, config: Config) -> None:
     expected = torch.as_tensor(schedule.betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
-        raise ConfigError(f"weights: the file's {len(betas)} betas, from {float(betas[0]):.3g} to "
-                          f"{float(betas[-1]):.3g}, are not those of model.beta_schedule={config.beta_schedule} and "
-                          f"model.timesteps={config.timesteps}: set both to what the file was made with")
+        ends = f", from {float(betas.flatten()[0]):.3g} to {float(betas.flatten()[-1]):.3g}," if betas.numel() else ""
+        raise ConfigError(f"weights: the file's {betas.numel()} betas{ends} are not those of "
+                          f"model.beta_schedule={config.beta_schedule} and model.timesteps={config.timesteps}: set "
+                          "both to what the file was made with")
 
 
 def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:

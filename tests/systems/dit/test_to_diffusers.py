@@ -117,9 +117,10 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
     assert isinstance(pipeline.scheduler, DDIMScheduler) and pipeline.config.id2label["6"] == "kind 6"
     seeds, labels = torch.arange(3), [1, 5, 2]
     noise = rng.normal(rng.keys_of_seeds(seeds), "start", system.shape)
-    for scale in (3.0, 1.0):
-        images = pipeline(labels, scale, 25, latents=noise, output_type="pt").images
-        ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale)).float()
+    for scale, within in ((3.0, None), (1.0, None), (3.0, (0.3, 4.0)), (3.0, (0.0, 0.001))):
+        images = pipeline(labels, scale, 25, latents=noise, output_type="pt", guidance_interval=within).images
+        ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale,
+                                           guidance_interval=within)).float()
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
     for label in (system.config.num_classes, system.config.num_classes + 70, -1):
         with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
@@ -162,9 +163,11 @@ def test_flow_matching(tmp_path, latents):
     pipeline, seeds, labels = loaded(tmp_path / "out"), torch.arange(3), [4, 0, 6]
     assert (pipeline.vae is not None) == latents
     noise = rng.normal(rng.keys_of_seeds(seeds), "start", system.shape)
-    images = pipeline(labels, 2.0, 12, latents=noise, output_type="pt").images
-    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 12, "euler", 2.0)).float()
-    assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
+    for within in (None, (0.3, 4.0)):
+        images = pipeline(labels, 2.0, 12, latents=noise, output_type="pt", guidance_interval=within).images
+        ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 12, "euler", 2.0,
+                                           guidance_interval=within)).float()
+        assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
     scheduler.set_timesteps(sigmas=[1 - step / 8 for step in range(8)])
     torch.testing.assert_close(scheduler.sigmas, system.flow.grid(8, torch.zeros(1)))

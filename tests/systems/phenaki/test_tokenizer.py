@@ -172,6 +172,16 @@ def test_terms():
     assert found["dead_tokens"] == (shares == 0).double().mean()
 
 
+def test_fsq_has_no_terms():
+    """Oracle: the reconstruction alone is the loss, of samples that learn and of held-out ones."""
+    system = build(**FSQ)
+    nets, example = nets_of(system), system.encode(batch_of(system))
+    terms, held_out = system.loss("tokenizer", nets, example), system.evaluate(nets, example)
+    assert not {"commitment", "codebook", "entropy"} & {*terms, *held_out}
+    torch.testing.assert_close(terms["loss"], terms["recon"].mean())
+    torch.testing.assert_close(held_out["loss"], held_out["recon"])
+
+
 def test_turns_and_penalty():
     """Oracle: the start and the interval of the config; `slope` at those steps alone."""
     system = build(**JUDGED | {"discriminator": JUDGED["discriminator"] | {"penalty": {"every": 2}}})

@@ -5,6 +5,7 @@ import torch
 import yaml
 
 from dstrain import systems
+from dstrain.recipe import ConfigError
 from dstrain.runs import trained, weights
 from dstrain.systems.base import Request
 from tests.support import golden
@@ -91,9 +92,17 @@ def test_what_is_refused(tmp_path):
             ({"lucidrains": {}}, "normformer"), ({"depth": 3}, "depth"),
             ({"lucidrains": {"normformer": True, "rotary_emb": False}}, "rotary_emb=true"),
             ({"lucidrains": {"normformer": True, "cosine_similarity": False}}, "version 1.9"),
+            ({"image_embed_dim": 18}, r"\(16,\) in the file and \(18,\).*set image_embed_dim"),
+            ({"max_text_len": 0}, "null_text_encodings is .* absent in the network; set .*max_text_len"),
             ({"lucidrains": None}, "model.lucidrains={}")):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ConfigError, match=words):
             weights.fitted(tmp_path / "file.pth", systems.build("prior", CASES["texts"] | changes))
+    for content, words in ((state_of("texts") | {"noise_scheduler.betas": torch.zeros(0)}, "the file's 0 betas are not"),
+                           (state_of("texts") | {"noise_scheduler.betas": torch.tensor(0.1)}, "the file's 1 betas, from"),
+                           ({"x_embedder.proj.weight": torch.zeros(2, 3)}, "is no prior of DALLE2-pytorch")):
+        torch.save(content, tmp_path / "other.pth")
+        with pytest.raises(ConfigError, match=words):
+            weights.fitted(tmp_path / "other.pth", systems.build("prior", CASES["texts"]))
     for changes, words in (({"text_embed_dim": 12}, "as wide as"), ({"embedding_proj_norm": True}, "no projection"),
                            ({"text_cond_drop_prob": 0, "lucidrains": {"image_cond_drop_prob": 0.1}}, "drops both")):
         with pytest.raises(ValueError, match=words):

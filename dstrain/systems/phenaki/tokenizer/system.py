@@ -116,13 +116,17 @@ class TokenizerSystem(System):
         self._usage.observe(seen["shares"])
 
     def _of_codes(self, passed: Pass) -> Terms:
-        """The quantizer's terms that have a gradient."""
+        """The quantizer's terms that have a gradient; fsq has none."""
+        if self.config.quantizer == "fsq":
+            return {}
         other = "codebook" if self._usage is None else "entropy"
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
-    def _coding(self, terms: Terms) -> Tensor:
+    def _coding(self, terms: Terms) -> Tensor | float:
         """The quantizer's loss: (B,). Without `diversity`, whose reference moves, it can be compared between steps."""
         config = self.config
+        if config.quantizer == "fsq":
+            return 0.0
         commitment = config.commitment_weight * terms["commitment"]
         if self._usage is None:
             return commitment + config.codebook_weight * terms["codebook"]
