@@ -1,8 +1,11 @@
 """report.html beside a run that trains: a real process writes it."""
 
+import os
 import random
+import signal
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -21,17 +24,33 @@ def test_it_is_written_when_it_is_due(tmp_path):
     notes, report, before = [], tmp_path / "run" / "report.html", states()
     page = Page(tmp_path / "run", 4, 0, notes.append)
     page.at(3)
-    assert page._process is None
+    assert page._starter is None
     page.at(4)
-    first = page._process
-    page.at(8)                                                   # the first one is at work still, or has just ended
+    assert page._ended(300) and report.exists()
+    report.unlink()
     page.finish(9, seconds=300)
-    assert first.returncode == 0 and notes == [] and "</html>" in report.read_text() and states() == before
+    assert notes == [] and "</html>" in report.read_text() and states() == before
     assert machine.commit().get("commit", "")[:12] in report.read_text()
     written = report.stat().st_mtime_ns
     page.finish(9, 300)                                               # nothing new: a run that was complete already
     Page(tmp_path / "run", 0, 0, notes.append).finish(9, 300)    # never
     assert report.stat().st_mtime_ns == written
+
+
+def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
+    """Oracle: what DeepSpeed's launcher ends with a rank, by psutil: all that descends from it. A writer that is
+    suspended would never end: the one of the last step takes its place.
+    """
+    made(tmp_path / "run", steps=8)
+    notes: list[str] = []
+    page = Page(tmp_path / "run", 4, 0, notes.append)
+    page.at(4)
+    page._starter.wait(60)
+    assert psutil.Process().children(recursive=True) == []
+    os.killpg(page._starter.pid, signal.SIGSTOP)                # it is there
+    page.at(8)
+    page.finish(9, seconds=300)
+    assert notes == [] and "</html>" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("ruin, reason", [("plotly", "pip install plotly"), ("folder", "holds no run.yaml")])
