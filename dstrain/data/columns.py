@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.folder import few
-from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION
+from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION, name_hash
 from dstrain.data.layouts.base import Layout, Sample
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -36,7 +36,7 @@ class Columns:
         self.kinds: list[Any] | None = state["kinds"]          # [kind of label, whether there are captions]
         self.numbers = {name: place for place, name in enumerate(state["classes"])}
         self.most: int = state["most"]                         # captions of a sample
-        for name in ("names", "name_ends"):
+        for name in ("names", "name_ends", "name_hash"):
             self._begin(name, None)
 
     @staticmethod
@@ -55,7 +55,9 @@ class Columns:
         """A row. ConfigError: its label or captions are no such as those before have."""
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_alike(sample, layout)
-        self._text("names", "name_ends", os.fsencode(place.name))
+        encoded = os.fsencode(place.name)
+        self._text("names", "name_ends", encoded)
+        self.buffers["name_hash"].append(name_hash(encoded))   # here, once: at the start of a run it takes a minute
         if isinstance(label, str):
             label = self.numbers.setdefault(label, len(self.numbers))
         for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
@@ -200,7 +202,7 @@ def _digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
     for start in range(0, number, CHUNK):
         zeros = np.zeros(min(CHUNK, number - start), np.int32)
         names.update(columns["label"][start:start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
-    more = sorted(set(columns) - {"names", "name_ends", "label"})
+    more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
     for name in more:
         rest.update(name.encode())
         for start in range(0, len(columns[name]), 1 << 21):

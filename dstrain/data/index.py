@@ -8,7 +8,6 @@
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
 
-import itertools
 import math
 import mmap
 import os
@@ -25,9 +24,9 @@ from dstrain.disk import atomic, sealed
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, write_errors
 
-HEADER, WATCHED, VERSION = "index.json", "watched.json", 1
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 2
 COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
-    "names": (None, None), "name_ends": (np.uint64, None), "file": (np.int32, 0), "offset": (np.int64, 0),
+    "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0), "offset": (np.int64, 0),
     "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None), "caption_ends": (np.uint64, None),
     "captions_ends": (np.uint64, None)}    # captions_ends: of the captions of a sample, in caption_ends
 CHUNK = 1 << 16                            # samples that are worked on at a time
@@ -89,10 +88,18 @@ class Index:
 
     def names(self, start: int, stop: int) -> list[bytes]:
         """The names of some samples, as the file system has them."""
-        ends = self._columns["name_ends"][start:stop].tolist()
-        first = int(self._columns["name_ends"][start - 1]) if start else 0
-        block = self._columns["names"][first:ends[-1]] if ends else b""
-        return [block[begin - first:end - first] for begin, end in zip([first, *ends], ends)]
+        text, ends = self.name_block(start, stop)
+        places = ends.tolist()
+        return [text[begin:end] for begin, end in zip(places, places[1:])]
+
+    def name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
+        """The names of some samples in one, and where each ends, behind a 0."""
+        ends = self._columns["name_ends"][max(start - 1, 0):stop]
+        ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
+        return self._columns["names"][int(ends[0]):int(ends[-1])], ends - ends[0]
+
+    def name_hashes(self, start: int, stop: int) -> np.ndarray:
+        return self._columns["name_hash"][start:stop]
 
     def place(self, index: int) -> Place:
         return Place(self.name(index), *(self._value(name, index) for name in ("file", "offset", "size")))
@@ -205,18 +212,27 @@ class Index:
         return getattr(self, name)
 
 
+def name_hash(name: bytes) -> int:
+    """What decides whether a sample is held out: below the share of 2 ** 64, it is."""
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
 def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
     """The rows of each split and their names, of a chunk of the index after the other."""
     dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
-    bound = math.ceil(held_out * 2.0 ** 64)      # below 2 ** 64, since the share is below 1
+    bound = np.uint64(math.ceil(held_out * 2.0 ** 64))       # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
-        block = index.names(start, min(start + CHUNK, len(index)))
-        rows = np.arange(start, start + len(block), dtype=dtype)
-        digests = b"".join([blake2b(name, digest_size=8).digest() for name in block])
-        unseen = np.frombuffer(digests, "<u8") < np.uint64(bound)
-        yield {split: (rows[own], b"".join(itertools.compress(block, own.tolist())))
-               for split, own in (("train", ~unseen), ("held_out", unseen))}
+        unseen = index.name_hashes(start, start + CHUNK) < bound
+        rows = np.arange(start, start + len(unseen), dtype=dtype)
+        text, ends = index.name_block(start, start + len(unseen))
+        yield {split: (rows[own], _joined(text, ends, own)) for split, own in (("train", ~unseen), ("held_out", unseen))}
+
+
+def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
+    """The names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
+    edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
+    return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
 def _counted(index: Index, members: np.ndarray, names: Any) -> Split:
