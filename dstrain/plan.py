@@ -30,9 +30,9 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
     ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
     """
     if world > LARGEST:
-        raise ConfigError(f"--world {world}: DeepSpeed goes over all ranks in Python, so that to count more than "
-                          f"{LARGEST:,} takes minutes: give --world {LARGEST} or fewer, with batch.global in proportion; "
-                          "on more GPUs each keeps no more")
+        raise ConfigError(f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
+                          f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
+                          "proportion; on more GPUs each keeps no more")
     device = chip(gpu)
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
