@@ -84,6 +84,11 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     return path, result
 
 
+def require_measurable(options: QualityOptions) -> None:
+    """ConfigError: a network or the reference is not there, or does not serve the metrics. Nothing is drawn."""
+    _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
+
+
 def write_reference(options: QualityOptions) -> str:
     """Writes the statistics of a set, of images or of a run's data, for later --reference: the line to print.
 
@@ -196,8 +201,12 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
     if lacking and not reference.has_images(path):
         raise ConfigError(f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
                           f"--metrics {','.join(lacking)}: give images, or write it with --write-reference")
-    return _Reference(statistics, open_set(path, "--reference") if lacking else None,
-                      {name: networks[name] for name in lacking}, str(path))
+    images = open_set(path, "--reference") if lacking else None
+    for name, network in networks.items():
+        if "kept" in table.METRICS[name].needs:
+            count = len(images if name in lacking else statistics[network.name].kept)
+            table.require_neighbours((name,), min(count, options.kept), f" of --reference {path}")
+    return _Reference(statistics, images, {name: networks[name] for name in lacking}, str(path))
 
 
 def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,
