@@ -169,8 +169,10 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"num_steps": 5000}, "num_steps: 5000 is not between 1 and the"),
-    ({"labels": (77,)}, "labels: .77. are not among"),
+    ({"num_steps": 5000}, "^--steps: 5000 is not between 1 and the"),
+    ({"labels": (77,)}, "^--labels: .77. are not among"),
+    ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
+    ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
     ({"num": 1}, "give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
     ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
     ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
@@ -232,7 +234,7 @@ def test_adm_files(words, tmp_path):
     rows = torch.cat((means, means.square()), 1)
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)
     np.savez(tmp_path / "c.npz", mu=np.zeros(96), sigma=np.zeros((96, 96)))
-    with pytest.raises(ConfigError, match="holds no features for --metrics kid"):
+    with pytest.raises(ConfigError, match="holds no features for --metrics kid, which are taken by torchscript: give"):
         quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
 
 

@@ -103,6 +103,8 @@ def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) 
 
 def _zipped(path: Path) -> dict[str, Any]:
     """All but the images."""
+    if not zipfile.is_zipfile(path):              # numpy would advise to read it unsafely
+        raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files if not name.startswith("arr_") and name != "prompts"}
 
