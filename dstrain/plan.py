@@ -17,6 +17,7 @@ from dstrain.costs.steptime import LAUNCHES
 from dstrain.disk import small
 from dstrain.engine.settings import precision, resolve, stage
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 
 _ROWS = 20                                   # of a search, in a table that fits a screen
@@ -133,6 +134,7 @@ def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, An
 
 
 def _costs(run: Run, settings: dict[str, Any]) -> Counts:
+    phases().at("counting what other micro-batches and depths take")
     return count(run, settings, Layout(1, 1), group.device().type)
 
 
