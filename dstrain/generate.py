@@ -18,7 +18,7 @@ from dstrain.data.embeddings import encoder_of
 from dstrain.data.pixels import read_pictures
 from dstrain.data.rows import read_embeddings
 from dstrain.drawing.files import About, Embeddings, FORMATS, FPS, Pictures, folder_for
-from dstrain.drawing.requests import make_request
+from dstrain.drawing.requests import OPTIONS, make_request
 from dstrain.drawing.sampling import class_columns, draw, draw_all
 from dstrain.drawing.scenes import Length, frames_of_scenes, go_on, length, read_prime
 from dstrain.encoders.precision import Precision, computing, dtype_of, require
@@ -114,7 +114,8 @@ def _write(options: GenerateOptions, out: Path, runs: list[ReadyRun], request: R
            scenes: list[dict[str, Tensor]], clip: Length | None) -> None:
     with Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _rounds(runs, options, request, scenes, clip)
-        numbers, samples = next(rounds)                           # before the folder is made: this may be refused
+        with reworded(options=OPTIONS):
+            numbers, samples = next(rounds)                       # before the folder is made: this may be refused
         out.mkdir(parents=True, exist_ok=True)
         group.barrier()
         about = About(options.num, options.seed, class_columns(request), request.conditions.get("label"), captions,
@@ -274,7 +275,7 @@ def _request(options: GenerateOptions, run: Run, system: System, images: Tensor 
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
     chosen = {name: getattr(options, name) for name in ("num_steps", "size", *CHOICES)}
-    with reworded(f"{option}{options.folder}: "):
+    with reworded(f"{option}{options.folder}: ", OPTIONS):
         request, captions = make_request(
             run.samples, system, options.num, options.seed, labels=options.labels, prompts=prompts,
             images=images if options.invert is None else None, sampler=sampler or None,

@@ -1,23 +1,28 @@
 """What a run will cost, before it is started: bytes, traffic, operations, time; and what makes it fit."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.costs.advice import Case, advice, more_gpus, search
+from dstrain.costs.advice import LARGEST, Case, advice, more_gpus, search
 from dstrain.costs.calibration import Measured, rates
 from dstrain.costs.chips import chip
 from dstrain.costs.count import count
 from dstrain.costs.counts import Counts, Layout
 from dstrain.costs.estimate import Estimate, as_json, changes, held
+from dstrain.costs.steptime import LAUNCHES
 from dstrain.disk import small
 from dstrain.engine.settings import precision, resolve, stage
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 
 _ROWS = 20                                   # of a search, in a table that fits a screen
+_HEAD = (f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
+         f"{'samples/s':>10}")
 
 
 def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, network: float | None) -> Case:
@@ -25,6 +30,10 @@ def case(run: Run, ds_config: Path, world: int, gpus_per_node: int, gpu: str, ne
 
     ConfigError: an unknown chip, the JSON, or the recipe on so many ranks.
     """
+    if world > LARGEST:
+        raise ConfigError(f"--world {world}: to count more than {LARGEST:,} ranks takes minutes, since DeepSpeed goes "
+                          f"over all of them in Python: give --world {LARGEST} or fewer, with batch.global in "
+                          "proportion; on more GPUs each keeps no more")
     device = chip(gpu)
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
@@ -47,41 +56,44 @@ def first_stage_may_be_away(run: Run) -> Iterator[None]:
                           "side") from None
 
 
-def plan(case: Case, json: bool = False) -> str:
-    """The costs of a run; where it does not fit, also the smallest change with which it does."""
+def plan(case: Case, json: bool = False) -> tuple[str, bool]:
+    """The costs of a run, and whether it fits; where it does not, also the smallest change with which it does."""
     estimate = case.estimate()
     change = None if estimate.fits else advice(estimate, case) or more_gpus(case)
     if json:
         advised = None if change is None else change.figures() | {"changes": changes(estimate, change)}
-        return as_json(estimate.figures() | ({} if estimate.fits else {"advice": advised}))
+        return as_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
     lines = [*_head(estimate), *_device(estimate), *_step(estimate), *_whole(estimate), *_verdict(estimate)]
     if not estimate.fits:
         lines += _advice(estimate, change)
-    return "\n".join(lines)
+    return "\n".join(lines), estimate.fits
 
 
-def ways(case: Case, json: bool = False) -> str:
-    """The table of stage x micro-batch x recomputation that fits, the fastest first."""
-    estimates = search(case)
+def ways(case: Case, json: bool = False) -> tuple[str, bool]:
+    """The table of stage x micro-batch x recomputation that fits, the fastest first, and whether any does.
+
+    Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
+    """
+    print(_HEAD, file=sys.stderr, flush=True)
+    estimates = search(case, lambda tried: print(_row(tried), file=sys.stderr, flush=True))
     if json:
-        return as_json([estimate.figures() for estimate in estimates])
+        return as_json([estimate.figures() for estimate in estimates]), bool(estimates)
     if not estimates:
-        return "no stage, micro-batch and recomputation fits: take more GPUs, or offload"
-    head = (f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
-            f"{'samples/s':>10}")
+        return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [f"{case.run.name} on {_where(estimates[0])}: what fits, "
-             + ("the fastest first" if case.chip.name else "the least memory first"), head]
-    for estimate in estimates[:_ROWS]:
-        time = estimate.time
-        free = estimate.chip.memory - estimate.needed - estimate.reserve
-        speed = f"{time.total:>9.4g} {case.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
-        lines.append(f"{stage(estimate.settings):>5} {estimate.micro:>6} "
-                     f"{estimate.settings['gradient_accumulation_steps']:>8} "
-                     f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} "
-                     f"{speed}")
+             + ("the fastest first" if case.chip.name else "the least memory first"), _HEAD,
+             *map(_row, estimates[:_ROWS])]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
-    return "\n".join(lines)
+    return "\n".join(lines + _small(estimates[0])), True
+
+
+def _row(estimate: Estimate) -> str:
+    time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
+    speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
+    return (f"{stage(estimate.settings):>5} {estimate.micro:>6} {estimate.settings['gradient_accumulation_steps']:>8} "
+            f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+            + ("" if estimate.fits else "  does not fit"))
 
 
 def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
@@ -122,6 +134,7 @@ def _one_batch(run: Run, ds_config: Path, micro: int) -> tuple[Run, dict[str, An
 
 
 def _costs(run: Run, settings: dict[str, Any]) -> Counts:
+    phases().at("counting what other micro-batches and depths take")
     return count(run, settings, Layout(1, 1), group.device().type)
 
 
@@ -146,6 +159,8 @@ def _head(estimate: Estimate) -> list[str]:
 def _device(estimate: Estimate) -> list[str]:
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_short(size):>10}B" for kind, size in estimate.counts.device.items() if size]
+    lines += [f"  {kind:14} {'none':>10}    then; at other moments {_short(size)}B at most"
+              for kind, size in estimate.counts.elsewhen.items()]
     lines += [f"  {'counted':14} {_short(estimate.needed):>10}B",
               f"  {'reserve':14} {_short(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator"]
     hosts = ", ".join(f"{kind} {_short(size)}B" for kind, size in estimate.counts.host.items() if size)
@@ -164,7 +179,15 @@ def _step(estimate: Estimate) -> list[str]:
         hidden = max(time.network - time.exposed, 0.0)
         lines += [f"  it takes {_span(time.total)}: computing {_span(time.compute)}, update {_span(time.update)}, "
                   f"network {_span(time.exposed)} (and {_span(hidden)} hidden)"]
-    return lines
+    return lines + [f"  {line}" for line in _small(estimate)]
+
+
+def _small(estimate: Estimate) -> list[str]:
+    """A warning about a time that is too short to be true."""
+    if estimate.time is None or estimate.time.total >= LAUNCHES:
+        return []
+    return [f"no step is that short: below {_span(LAUNCHES)} Python and the launches of kernels, which are not "
+            "modelled, take most"]
 
 
 def _whole(estimate: Estimate) -> list[str]:

@@ -20,6 +20,7 @@ from dstrain.data.source import Source
 from dstrain.data.sources import open_sources, open_split
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
+from dstrain.drawing.requests import OPTIONS
 from dstrain.encoders.precision import computing, dtype_of, require
 from dstrain.engine.manifest import manifest
 from dstrain.metrics import reference, stories, table
@@ -30,7 +31,7 @@ from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.statistics import Statistics
 from dstrain.ranks import group
 from dstrain.ranks.bars import Bar
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
 from dstrain.runs.guide import load as load_guide
 from dstrain.track import figures
@@ -56,7 +57,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         networks = table.chosen_networks(options.metrics, options.features)
         images, facts = _images(options, run)
         compared = _reference(options, run, networks)
-        with computing(options.precision):
+        with computing(options.precision), reworded(options=OPTIONS):
             images = table.begun(images, networks, options.batch, options.kept)
         known, place = compared.read(options), compared.place
         with computing(options.precision):
@@ -82,6 +83,11 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
         atomic.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     group.barrier()
     return path, result
+
+
+def require_measurable(options: QualityOptions) -> None:
+    """ConfigError: a network or the reference is not there, or does not serve the metrics. Nothing is drawn."""
+    _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
 
 
 def write_reference(options: QualityOptions) -> str:
@@ -116,6 +122,8 @@ def _images(options: QualityOptions, run: Run | None) -> tuple[Images, dict[str,
     if system.takes_embeddings:
         raise ConfigError(f"{options.folder} draws from what another run draws: do so by launch/generate.py RUN --then "
                           f"{options.folder}, and measure what it wrote with --images")
+    if options.prompts and not system.takes_texts:
+        raise ConfigError(f"--prompts: {options.folder} trains {run.system}, which takes no texts; leave it out")
     if system.draws_embeddings:
         raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
     source = _begin(options, run) if system.starts_from_data else None
@@ -194,10 +202,16 @@ def _reference(options: QualityOptions, run: Run | None, networks: dict[str, Fea
                                     group.device())
     lacking = table.lacking(networks, statistics)
     if lacking and not reference.has_images(path):
+        by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(f"--reference {path} holds no {' and no '.join(sorted(table.needs_of(lacking)))} for "
-                          f"--metrics {','.join(lacking)}: give images, or write it with --write-reference")
-    return _Reference(statistics, open_set(path, "--reference") if lacking else None,
-                      {name: networks[name] for name in lacking}, str(path))
+                          f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
+                          "--write-reference")
+    images = open_set(path, "--reference") if lacking else None
+    for name, network in networks.items():
+        if "kept" in table.METRICS[name].needs:
+            count = len(images if name in lacking else statistics[network.name].kept)
+            table.require_neighbours((name,), min(count, options.kept), f" of --reference {path}")
+    return _Reference(statistics, images, {name: networks[name] for name in lacking}, str(path))
 
 
 def _collected(images: Images, networks: dict[str, Features], options: QualityOptions,

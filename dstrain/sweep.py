@@ -15,17 +15,36 @@ import torch
 
 from dstrain import systems
 from dstrain.data.batches import held_out
+from dstrain.data.source import Source
 from dstrain.data.sources import open_sources
 from dstrain.data.spread import Spread
 from dstrain.disk import atomic
 from dstrain.drawing.sampling import score
 from dstrain.engine.fragment_files import RECONSTRUCTED
 from dstrain.metrics.table import HIGHER, LOWER
-from dstrain.quality import QualityOptions, quality
+from dstrain.quality import QualityOptions, quality, require_measurable
 from dstrain.ranks import group
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Run, reworded
 from dstrain.runs import trained
 from dstrain.track import figures
+
+
+def require_sweep(folder: Path, options: QualityOptions | None) -> None:
+    """ConfigError, before any average is made: the run holds no samples out (options: None), or as `sweep_metric`."""
+    if options is None:
+        _unseen(folder, trained.read(folder))
+        return
+    if options.metrics[0] not in (*LOWER, *HIGHER):
+        raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
+    with reworded(options={"--metrics ": "--metric "}):
+        require_measurable(options)
+
+
+def _unseen(folder: Path, run: Run) -> Source:
+    source = open_sources(run.data, run=folder)[1]
+    if source is None:
+        raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05, or name a --metric")
+    return source
 
 
 def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = None,
@@ -36,10 +55,7 @@ def sweep(folder: Path, step: int, widths: Sequence[float], num: int | None = No
     at every width. ConfigError: the run holds no samples out.
     """
     run = trained.read(folder)
-    source = open_sources(run.data, run=folder)[1]
-    if source is None:
-        raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05, or name a --metric")
-    source, system = Spread(source, num), systems.build(run.system, run.model)
+    source, system = Spread(_unseen(folder, run), num), systems.build(run.system, run.model)
     scores = []
     for width in widths:
         path = trained.checkpoint(folder, step, width)
@@ -55,9 +71,8 @@ def sweep_metric(options: QualityOptions, widths: Sequence[float]) -> tuple[Path
 
     ConfigError: as `quality`, and a metric of several figures.
     """
+    require_sweep(options.folder, options)
     metric = options.metrics[0]
-    if metric not in (*LOWER, *HIGHER):
-        raise ConfigError(f"--metric {metric}: name one of {', '.join((*LOWER, *HIGHER))}")
     results = [quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
     return _written(options.folder, facts, metric, widths, [result["figures"] for result in results])

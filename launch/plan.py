@@ -1,5 +1,6 @@
 """What a run will cost, before it is started: python launch/plan.py [--recipe R] --world N [key=value ...]"""
 
+import signal
 from pathlib import Path
 
 from dstrain.command import arguments
@@ -13,22 +14,26 @@ usage:  python launch/plan.py [options] [key=value ...]
 
   --recipe FILE        what is learned: YAML (launch/recipes/dit-small.yaml); its data need not be here
   --ds_config FILE     how it is sharded: DeepSpeed JSON (ds_configs/zero2.json)
-  --world N            GPUs, a rank each (1)
+  --world N            GPUs, a rank each, up to 4096 (1)
   --gpus-per-node M    GPUs of a machine (8)
   --gpu CHIP           h200, h100, a100, 4090, or the bytes of its memory, such as 96GiB; then no times (h200)
   --network GBITS      of a GPU to other machines, Gbit/s (h200, h100: 400; a100: 200; 4090: 25)
-  --search             the table of stage x micro-batch x recomputation that fits, the fastest first
+  --search             the table of stage x micro-batch x recomputation that fits, the fastest first; rows go to
+                       stderr as they are counted
   --calibrate          time two short steps on this device, and predict other micro-batches and depths
   --json               for programs: bytes, seconds, operations
   -h, --help           this text
 
 No network of a file is needed: leave out encoders with model.first_stage=null, model.text_encoder=null and the like.
+Ends with 0 where it fits, 1 where it does not (of --search: where nothing does), 2 where the input is wrong.
 launch/plan.md says what is counted, what is modelled, and has tables of large runs.
 
 examples:
   python launch/plan.py --world 8 --gpu 4090
   python launch/plan.py --recipe launch/recipes/prior-1b.yaml model.text_encoder=null --world 64 --search
 """
+
+_DOES_NOT_FIT = 1
 
 
 def _options(argv: list[str] | None = None) -> dict:
@@ -56,12 +61,16 @@ def main() -> None:
                                    options["overrides"])
     phases().at("importing what counts")
     from dstrain import plan
+    signal.signal(signal.SIGTERM, signal.default_int_handler)         # the process that counts ends with this one
     if options["calibrate"]:
         print(plan.calibrated(run, ds_config, options["json"]))
         return
     case = plan.case(run, ds_config, options["world"], options["gpus_per_node"], options["gpu"], options["network"])
     with plan.first_stage_may_be_away(run):
-        print((plan.ways if options["search"] else plan.plan)(case, options["json"]))
+        text, fits = (plan.ways if options["search"] else plan.plan)(case, options["json"])
+    print(text)
+    if not fits:
+        raise SystemExit(_DOES_NOT_FIT)
 
 
 if __name__ == "__main__":

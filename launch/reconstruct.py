@@ -1,5 +1,6 @@
 """Makes averages of any length from a trained run's snapshots: python launch/reconstruct.py RUN --ema 0.05,0.10,0.15"""
 
+from dataclasses import replace
 from pathlib import Path
 
 from dstrain.command import arguments
@@ -58,17 +59,21 @@ def main() -> None:
     from dstrain.reconstruct import ReconstructOptions, reconstruct, report
     if group.place().world > 1:
         start()
+    options = None
+    if words["sweep"]:
+        from dstrain import sweep
+        from dstrain.quality import QualityOptions
+        options = words["metric"] and QualityOptions(
+            (words["metric"],), tuple(words["features"]), words["folder"], reference=words["reference"],
+            num=words["num"], batch=words["batch"])
+        sweep.require_sweep(words["folder"], options)
     made = reconstruct(ReconstructOptions(words["folder"], words["widths"], words["step"]))
     if group.rank() == 0:
         print(report(made))
     if words["sweep"]:
-        from dstrain import sweep
-        from dstrain.quality import QualityOptions
         step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
-        if words["metric"]:
-            path, result = sweep.sweep_metric(QualityOptions(
-                (words["metric"],), tuple(words["features"]), words["folder"], reference=words["reference"],
-                num=words["num"], step=step, batch=words["batch"]), widths)
+        if options:
+            path, result = sweep.sweep_metric(replace(options, step=step), widths)
         else:
             path, result = sweep.sweep(words["folder"], step, widths, words["num"], words["batch"])
         if group.rank() == 0:

@@ -1,5 +1,6 @@
 """Writes the report of one run, or of several side by side: python launch/report.py RUN [RUN ...] [--out FILE]"""
 
+import sys
 from pathlib import Path
 
 from dstrain.command import arguments, ending      # not cli, which imports torch: that takes seconds
@@ -16,7 +17,8 @@ usage:  python launch/report.py RUN [RUN ...] [--out FILE]
   RUN          a run's folder, for example runs/dit-small; it may be training. Several
                are compared: the same curves over steps, samples or hours, what differs
                in their recipes, the same seeds side by side
-  --out FILE   where to write (RUN/report.html; for several runs report.html here)
+  --out FILE   where to write (RUN/report.html; for several runs report.html here);
+               a folder that is not there is made
 
 Training writes RUN/report.html by itself: every.report_page steps, and at its end.
 """
@@ -36,7 +38,10 @@ def _options(argv: list[str] | None = None) -> tuple[list[Path], Path]:
 def main() -> None:
     runs, out = _options()
     phases().at("reading runs and drawing the page")
+    folder, known = out.parent, out.parent.exists()
     print(page.write(runs, out))
+    if not known:
+        print(f"{folder} is a new folder", file=sys.stderr)
 
 
 if __name__ == "__main__":

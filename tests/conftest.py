@@ -4,10 +4,13 @@ One file alone runs in this process, which is sooner ready than workers are.
 """
 
 import os
+import signal
 from pathlib import Path
 
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
 LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.py", "launch/test_resume.py",

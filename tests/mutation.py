@@ -278,7 +278,7 @@ def load() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; none is all")
     parser.add_argument("--files", nargs="*", default=[], help="files or folders beside those of the groups")
     parser.add_argument("--sample", type=int, default=200, help="mutants to draw; 0 is all")
     parser.add_argument("--seed", type=int, default=0)
@@ -289,7 +289,8 @@ def main() -> int:
     lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
     mutants = [own_mutant(*words) for words in options.own or ()]
     if not mutants:
-        names = [name for group in options.groups for name in GROUPS[group]] + options.files
+        groups = options.groups or ([] if options.files else GROUPS)
+        names = [name for group in groups for name in GROUPS[group]] + options.files
         paths = [path.relative_to(ROOT).as_posix() for name in names
                  for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
         mutants = [mutant for path in paths for mutant in mutants_of(path)

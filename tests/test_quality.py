@@ -169,10 +169,13 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"num_steps": 5000}, "num_steps: 5000 is not between 1 and the"),
-    ({"labels": (77,)}, "labels: .77. are not among"),
+    ({"num_steps": 5000}, "^--steps: 5000 is not between 1 and the"),
+    ({"labels": (77,)}, "^--labels: .77. are not among"),
+    ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
+    ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
     ({"num": 1}, "give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
     ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
+    ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
     ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
     ({"reference": Path("nowhere")}, "--reference nowhere: there is no such"),
     ({"folder": None, "images": "mine", "metrics": ("fid", "clip_score")}, "clip_score needs captions"),
@@ -186,6 +189,8 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
     others = {"clip_score": f"clip:{tmp_path / 'clip'}",
               "fvd": f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"}
     features = (words, *(others[name] for name in options.get("metrics", ()) if name in others))
+    if options.get("reference") == "few":
+        options = options | {"reference": arrays(tmp_path / "few.npz", noise(5))}
     if "images" in options:
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
     monkeypatch.setattr(module._Reference, "read", unread)
@@ -229,7 +234,7 @@ def test_adm_files(words, tmp_path):
     rows = torch.cat((means, means.square()), 1)
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)
     np.savez(tmp_path / "c.npz", mu=np.zeros(96), sigma=np.zeros((96, 96)))
-    with pytest.raises(ConfigError, match="holds no features for --metrics kid"):
+    with pytest.raises(ConfigError, match="holds no features for --metrics kid, which are taken by torchscript: give"):
         quality(QualityOptions(("kid",), (words,), images=images, reference=tmp_path / "c.npz"))
 
 

@@ -186,6 +186,10 @@ WRONG = {
     "too narrow": (["{run}", "--ema", "0.005"], "--ema 0.005: the 7 snapshots up to step 7 make no average of that width"),
     "too few": (["{run}", "--num-samples", "3", "--ema", "0.1"], "--num-samples is of --sweep"),
     "no sweep": (["{run}", "--metric", "fd", "--ema", "0.1"], "--metric is of --sweep"),
+    "an unknown metric": (["{run}", "--sweep", "--ema", "0.1", "--metric", "pr"], "--metric pr: name one of fd, fid"),
+    "no network": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fid"], "--metric fid needs a network"),
+    "no reference": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--reference", "nowhere"],
+                     "--reference nowhere: there is no such file or folder"),
     "no metric": (["{run}", "--sweep", "--reference", "x.npz"], "--reference is of --metric"),
 }
 

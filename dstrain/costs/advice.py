@@ -18,6 +18,7 @@ from dstrain.engine.settings import resolve, stage as stage_of
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 
+LARGEST = 4096                                       # number of ranks that are counted
 RECOMPUTE = ("none", "attention", "all")             # from the most memory to the least
 _OFFLOADS = ((), ("offload_optimizer",), ("offload_optimizer", "offload_param"))
 _TO_HOST = {"device": "cpu", "pin_memory": True}
@@ -81,10 +82,10 @@ def advice(estimate: Estimate, case: Case) -> Estimate | None:
 def more_gpus(case: Case) -> Estimate | None:
     """The run on the smallest of 2, 4, 8, ... times as many GPUs where it fits with all that saves memory on a GPU.
 
-    None: on none that divides batch.global, or so little memory that no number helps.
+    None: on none that divides batch.global and can be counted, or so little memory that no number helps.
     """
     recompute, world = RECOMPUTE[-1] if "recompute" in case.run.model else None, 2 * case.layout.world
-    while case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
+    while world <= LARGEST and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
         larger = replace(case, layout=replace(case.layout, world=world))
         tried = _tried(larger.changed(stage=3, recompute=recompute, micro=1))
         if tried and tried.fits:
@@ -117,11 +118,11 @@ def _first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[s
     return fitting
 
 
-def search(case: Case, report: Callable[[Estimate], None] = lambda _: None) -> list[Estimate]:
+def search(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """The table of stage x micro-batch x recomputation on a number of GPUs: what fits, the fastest first.
 
     Where the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is
-    counted.
+    counted, those that do not fit as well.
     """
     share, fitting = case.run.batch.global_ // case.layout.world, []
     if case.chip.memory <= CONTEXT:
@@ -134,9 +135,9 @@ def search(case: Case, report: Callable[[Estimate], None] = lambda _: None) -> l
                 continue
             tried = _tried(case.changed(stage=stage, recompute=choice, micro=micro))
             full = tried is not None and not tried.fits
-            if tried and tried.fits:
-                fitting.append(tried)
+            if tried:
                 report(tried)
+                fitting += [tried] if tried.fits else []
     return sorted(fitting, key=_cost)
 
 

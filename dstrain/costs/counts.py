@@ -32,6 +32,7 @@ class Counts:
 
     weights         number by part; frozen networks as frozen/NAME
     device          bytes by kind; their sum is the peak of a step
+    elsewhen        bytes by kind of states that are alive at other moments of a step alone, such as gradients
     host            bytes by kind in the host's memory: offloaded states, the copy of an asynchronous save
     collectives     of an optimizer step with all its micro-batches
     flops           useful operations of such a step on one rank, forward and backward
@@ -41,6 +42,7 @@ class Counts:
 
     weights: dict[str, int]
     device: dict[str, int]
+    elsewhen: dict[str, int]
     host: dict[str, int]
     collectives: tuple[Collective, ...]
     flops: float

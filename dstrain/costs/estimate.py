@@ -73,7 +73,7 @@ class Estimate:
             "accumulation": self.settings["gradient_accumulation_steps"], "choices": self.choices(),
             "weights": counts.weights, "device": counts.device, "device_bytes": self.needed,
             "reserve_bytes": self.reserve, "memory_bytes": self.chip.memory, "fits": self.fits,
-            "host": counts.host, "host_bytes": self.host,
+            "elsewhen": counts.elsewhen, "host": counts.host, "host_bytes": self.host,
             "collectives": [vars(call) for call in counts.collectives], "flops": counts.flops,
             "recomputed_flops": counts.recomputed, "checkpoint_bytes": counts.checkpoint}
         if time:

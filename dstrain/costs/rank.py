@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.costs.counts import Counts, Layout
-from dstrain.costs.states import whole
+from dstrain.costs.states import states, whole
 from dstrain.costs.step import Measured, build, counted_step, measure
 from dstrain.engine.activations import Fused
 from dstrain.engine.holdings import OFFLOADED, saved
@@ -36,7 +36,9 @@ def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) 
     on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
     if run.save.asynchronous and run.save.format != "deepspeed":
         host["snapshot"] = own
-    return Counts(weights, on_device, host, measured.collectives, flops, measured.recomputed, checkpoint)
+    elsewhen = {kind: size for kind, size in states(run, system, settings, layout.world).items()
+                if kind not in {**on_device, **host}}
+    return Counts(weights, on_device, elsewhen, host, measured.collectives, flops, measured.recomputed, checkpoint)
 
 
 def pretended(run: Run, settings: dict[str, Any], system: System, world: int, device: str) -> tuple[Measured, int]:

@@ -10,7 +10,8 @@
                 that reduce them, two thirds of its time, and stage 3's weights under both passes; _LEFT of them shows
                 even so. Gathers of updated weights (stages 1 and 2) hide nowhere. Without overlap_comm all of it shows.
 
-A step takes compute + update + exposed. Not in it: reading data, frozen encoders, reports, pictures, evaluations.
+A step takes compute + update + exposed. Not in it: reading data, frozen encoders, reports, pictures, evaluations, and
+what Python and the launches of kernels take, which is most of a step below LAUNCHES.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _PASSES = 3                          # forward, and backward to the inputs and t
 _ADAMW, _AVERAGE = 30, 12            # bytes a weight: gradient 4, master and moments 12 read and written, weight 2
 _HOST = 40e9                         # bytes a second of the host's memory for each GPU
 _CALL, _HOP = 20e-6, 5e-6            # seconds
+LAUNCHES = 5e-3                      # seconds below which Python and the launches of kernels take most of a step
 _LEFT = 0.1
 _DISK = 2e9                          # bytes a second that a machine writes to the storage of checkpoints
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")

@@ -68,7 +68,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
             opened = Image.open(file, formats=formats)
         except UnidentifiedImageError:
             _refuse_video(file)
-            raise
+            raise UnidentifiedImageError("it is no image that Pillow can read") from None   # its own names an address
         with opened as image:
             require_below_cap(image.width, image.height)
             yield image

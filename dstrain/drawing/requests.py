@@ -13,6 +13,9 @@ from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
 
+OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: "}      # of commands, for the keys that messages name
+
+
 def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,
                  prompts: Sequence[str] | None = None, images: Tensor | None = None,
                  **choices: Any) -> tuple[Request, list[str] | None]:

@@ -123,6 +123,9 @@ def refusals(settings: dict[str, Any]) -> Iterator[str]:
                 key = ".".join([name, *map(str, item["loc"])])
                 if item["type"] == "extra_forbidden":
                     yield f'"{key}" is no key of DeepSpeed{suggestion(key, known)}'
+                elif item["type"] == "enum":                      # DeepSpeed's stages have an alias, named twice
+                    members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
+                    yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: write one of {", ".join(members)}'
                 else:
                     yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: {item["msg"]}'
         except AssertionError as error:

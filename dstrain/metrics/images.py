@@ -83,7 +83,12 @@ def open_set(path: Path, option: str) -> Images:
 
 
 def _opened(path: Path, option: str) -> Images:
+    if not path.exists():
+        raise ConfigError(f"{option} {path}: there is no such file or folder")
     with _reading(path, option):
+        if (path / "run.yaml").is_file():         # its images are grids
+            raise ConfigError(f"{option} {path} is a run's folder: draw from it by launch/generate.py, and name the "
+                              "folder that it wrote")
         if path.is_dir():
             return Files(path, sorted(file.relative_to(path).as_posix() for file in path.rglob("*")
                                       if file.suffix.lower() in SUFFIXES and file.is_file()), None, option)
@@ -92,7 +97,7 @@ def _opened(path: Path, option: str) -> Images:
                 return Files(path, sorted(name for name in archive.namelist()
                                           if Path(name).suffix.lower() in SUFFIXES), path, option)
         if path.suffix == ".npz":
-            return Arrays(path)
+            return Arrays(path, option)
     raise ConfigError(f"{option} {path}: name a folder of images, a .zip of images, or an .npz with arr_0")
 
 
@@ -136,8 +141,10 @@ class Files(Images):
 class Arrays(Images):
     """arr_0 of an .npz, uint8 (N, H, W, C) or (N, T, H, W, C), with arr_1 as labels and prompts, where it has them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, others = path, {}
+    def __init__(self, path: Path, option: str) -> None:
+        self.path, self.option, others = path, option, {}
+        if not zipfile.is_zipfile(path):          # numpy would advise to read it unsafely
+            raise ValueError("it is no whole .npz")
         with np.load(path, allow_pickle=False) as file:
             self.names = file.files
             if "arr_0" not in self.names:
@@ -164,7 +171,9 @@ class Arrays(Images):
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, reversed_axes, dtype = read(stream)
-            if (dtype != np.uint8 or reversed_axes or len(shape) not in (4, 5) or shape[-1] not in (1, 3)
+            if reversed_axes:
+                raise ValueError("arr_0 is in Fortran's order: write it by numpy.ascontiguousarray")
+            if (dtype != np.uint8 or len(shape) not in (4, 5) or shape[-1] not in (1, 3)
                     or 0 in shape[1:]):
                 raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
             yield stream, shape
@@ -174,8 +183,10 @@ class Arrays(Images):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
             for turn in _turns(len(self), size):
-                stream.seek(start + turn[0] * bytes_each)
-                pixels = np.frombuffer(stream.read(len(turn) * bytes_each), np.uint8).reshape(len(turn), *shape[1:])
+                with _reading(self.path, self.option):
+                    stream.seek(start + turn[0] * bytes_each)
+                    content = stream.read(len(turn) * bytes_each)
+                pixels = np.frombuffer(content, np.uint8).reshape(len(turn), *shape[1:])
                 numbers = torch.tensor(turn)
                 yield Batch(numbers, torch.from_numpy(pixels.copy()).movedim(-1, -3),
                             None if self.labels is None else self.labels[numbers],

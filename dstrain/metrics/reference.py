@@ -68,6 +68,9 @@ def _of(network: Features, arrays: dict[str, Any], path: Path, device: torch.dev
         if rows is not None and rows.shape[-1] != network.size:
             raise ConfigError(f"--reference {path} holds statistics of {rows.shape[-1]} features, and {name} has "
                               f"{network.size}: name the network that they were made with")
+    if covariance is not None and not (np.allclose(covariance, covariance.T) and (covariance.diagonal() >= 0).all()):
+        raise ConfigError(f"--reference {path}: {prefix}sigma{end} is no covariance, which is symmetric and has no "
+                          "negative variance: write the file anew")
     fingerprint = arrays.get(f"{prefix}fingerprint")
     if fingerprint is not None and str(fingerprint) != network.fingerprint:
         raise ConfigError(f"--reference {path} was made with other weights or another preprocessing of {name} "
@@ -100,6 +103,8 @@ def _tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) 
 
 def _zipped(path: Path) -> dict[str, Any]:
     """All but the images."""
+    if not zipfile.is_zipfile(path):              # numpy would advise to read it unsafely
+        raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files if not name.startswith("arr_") and name != "prompts"}
 

@@ -1,6 +1,6 @@
 """The metrics by name: which networks each may be taken with, what it needs of a set, and its figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -136,16 +136,20 @@ def begun(images: Images, networks: dict[str, Features], size: int, keep: int = 
     ConfigError: as `collect` with this batch, or too few images for pr and dc.
     """
     _require_enough(images)
-    by_neighbours = [name for name in networks if name in ("pr", "dc")]
-    if by_neighbours and min(len(images), keep) <= distances.NEIGHBOURS:
-        raise ConfigError(f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
-                          f"image among {min(len(images), keep)}: take {distances.NEIGHBOURS + 1} or more, and as much "
-                          "--kept")
+    require_neighbours(networks, min(len(images), keep))
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
         for name, needs in _needs(networks).items():
             _require(begun.first, by_name[name], needs)
     return begun
+
+
+def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
+    """ConfigError: of `count` images, in the set `of`, pr and dc find no neighbours."""
+    by_neighbours = [name for name in metrics if name in ("pr", "dc")]
+    if by_neighbours and count <= distances.NEIGHBOURS:
+        raise ConfigError(f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
+                          f"image among {count}{of}: take {distances.NEIGHBOURS + 1} or more, and as much --kept")
 
 
 def _require_enough(images: Images) -> None:

@@ -1,5 +1,6 @@
 """Features of towers and TorchScript files: DINOv2, CLIP, VideoMAE, and the detectors of StyleGAN and EDM."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from dstrain.encoders.precision import computing
 from dstrain.encoders.text import TextEncoder
 from dstrain.encoders.vision import VisionTower
 from dstrain.metrics.network import Features, three_channels
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, reworded
 
 
 class Dino(Features):
@@ -49,7 +50,9 @@ class Clip(Features):
     name = "clip"
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self.tower, self._path, self._reader = ImageEncoder(str(path)).float().to(device), str(path), None
+        with reworded(options={"image_encoder: ": "--features: "}):
+            self.tower = ImageEncoder(str(path)).float().to(device)
+        self._path, self._reader = str(path), None
         self.size, self.fingerprint = self.tower.embed_dim, fingerprint({"kind": self.name}, self.tower.state_dict())
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
@@ -71,10 +74,12 @@ class Scripted(Features):
 
     def __init__(self, path: Path, device: torch.device) -> None:
         try:
-            self.network = torch.jit.load(str(path), map_location=device).eval()
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):   # such files are old
+                self.network = torch.jit.load(str(path), map_location=device).eval()
         except RuntimeError as error:
-            raise ConfigError(f"--features {self.name}:{path} is no TorchScript file "
-                              f"({str(error).splitlines()[0][:200]}); pickled detectors (.pkl) are not read") from None
+            reason = str(error).splitlines()[0].split(". ")[0]
+            raise ConfigError(f"--features {self.name}:{path} is no TorchScript file ({reason}); pickled detectors "
+                              "(.pkl) are not read") from None
         self.device, weights = device, self.network.state_dict()
         self.fingerprint = fingerprint({"kind": self.name, "code": self.network.code}, weights)
         self.size = self(torch.zeros(self._probe, dtype=torch.uint8))[0].shape[1]

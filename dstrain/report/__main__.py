@@ -9,16 +9,20 @@ import os
 import sys
 from pathlib import Path
 
-if os.fork():
-    os._exit(0)
-os.nice(int(sys.argv[2]))
 
-from dstrain.recipe import ConfigError  # noqa: E402: takes long
-from dstrain.report import page  # noqa: E402
+def main(folder: Path, niceness: int) -> None:
+    """Writes the page in a process of its own; this one ends at once."""
+    if os.fork():
+        os._exit(0)
+    os.nice(niceness)
+    from dstrain.recipe import ConfigError                    # takes long
+    from dstrain.report import page
+    try:
+        page.write([folder], folder / "report.html")
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    sys.stdout.write("written")
 
-folder = Path(sys.argv[1])
-try:
-    page.write([folder], folder / "report.html")
-except ConfigError as error:
-    raise SystemExit(str(error)) from None
-sys.stdout.write("written")
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

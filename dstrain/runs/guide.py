@@ -18,8 +18,8 @@ def load(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.M
     folder, weights, step = guide
     if scale == 1:
         raise ConfigError(f"--guide {folder}: guidance of scale 1 is none: give --guidance-scale 2, say")
-    run = trained.read(folder)
     with reworded(f"--guide {folder}: "):
+        run = trained.read(folder)
         other, raw = systems.build(run.system, run.model), weights == "raw"
         system.require_guide(other)
         ema = None if raw else weights

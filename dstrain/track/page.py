@@ -29,8 +29,8 @@ class Page:
             self._start(done, niceness=19)
 
     def finish(self, done: int, seconds: float) -> None:
-        """Writes the page of the last step, in place of an earlier one that is being written, and waits for it, `seconds`
-        at most.
+        """Writes the page of the last step, in place of an earlier one that is being written, and waits for it, at most
+        `seconds`.
 
         A writer that takes longer goes on beside the end of the run; under Slurm, which ends a job's processes with its
         last rank, the page then stays the earlier one.

@@ -1,5 +1,6 @@
 """Time of a run: rates for a report."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,13 +40,16 @@ class Throughput:
 
     def _start(self, done: int) -> None:
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
+        self._compiled = _compiled()
 
     def at(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
         """Call after each step, with the losses of its micro-batches by network: the first ones become a line."""
         self._profile.at(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
-            self._note(f"first step: {time.perf_counter() - self._begun:.1f} s, loss of {', '.join(means)}")
+            compiled = _compiled() - self._compiled
+            blocks = f", blocks compiled in {compiled:.1f} s of it" if compiled else ""
+            self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
     def close(self) -> None:
         """Writes what was recorded of a run that ended meanwhile."""
@@ -90,3 +94,9 @@ def _peak_memory() -> float:
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def _compiled() -> float:
+    """Seconds that torch.compile has taken so far in this process; asked for without its import, which takes long."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

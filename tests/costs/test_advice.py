@@ -99,7 +99,7 @@ def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=all"), 2 ** 30)
     assert advice.advice(least.estimate(), least) is None
-    assert "take larger GPUs" in plan.plan(least)
+    assert "take larger GPUs" in plan.plan(least)[0]
 
 
 def test_the_fastest_change(case):
@@ -124,33 +124,47 @@ def test_the_host_is_full(case):
 
 @pytest.mark.slow
 def test_search(case):
-    """Oracle: stage x micro-batch x recomputation, each counted anew; the fastest stands first."""
+    """Oracle: stage x micro-batch x recomputation, each counted anew; the fastest stands first. All are reported as
+    they are counted, those that do not fit as well.
+    """
     fast = replace(case, chip=CHIPS["h200"])
-    estimates = advice.search(fast)
+    counted = []
+    estimates = advice.search(fast, counted.append)
     every = [fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
              for stage in (1, 2, 3) for micro in (1, 2) for choice in advice.RECOMPUTE]
-    assert len(estimates) == len(every) == 18
+    assert len(estimates) == len(counted) == len(every) == 18
     assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
-    lines = plan.ways(fast).splitlines()
-    assert len(lines) == 2 + 18
+    text, some = plan.ways(fast)
+    lines = text.splitlines()
+    assert some and len(lines) == 2 + 18 + 1 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro
     sizes = sorted(map(takes, every))
-    assert sorted(map(takes, advice.search(on(fast, sizes[9])))) == [size for size in sizes if size <= sizes[9]]
+    assert sorted(map(takes, advice.search(on(fast, sizes[9]), counted.append))) == [
+        size for size in sizes if size <= sizes[9]]
+    assert any(not estimate.fits for estimate in counted)
+    assert not plan.ways(on(fast, sizes[0] - 1))[1]
 
 
 def test_the_table(case):
     """Oracle: its own JSON: every kind of bytes, the sum, the verdict and the change."""
-    values = json.loads(plan.plan(case, json=True))
-    text = plan.plan(case)
-    assert values["fits"] and "it fits" in text and "advice" not in values
+    values = json.loads(plan.plan(case, json=True)[0])
+    text, fits = plan.plan(case)
+    assert values["fits"] is fits is True and "it fits" in text and "advice" not in values
     assert values["device_bytes"] == sum(values["device"].values()) and len(text.splitlines()) <= 40
     for kind, size in values["device"].items():
         assert any(line.split()[:1] == [kind] for line in text.splitlines()) == (size > 0)
     tight = on(case, takes(case.estimate()) - 1)
-    values, text = json.loads(plan.plan(tight, json=True)), plan.plan(tight)
-    assert not values["fits"] and "DOES NOT FIT" in text and values["advice"]["fits"]
+    values, (text, fits) = json.loads(plan.plan(tight, json=True)[0]), plan.plan(tight)
+    assert values["fits"] is fits is False and "DOES NOT FIT" in text and values["advice"]["fits"]
     assert len(values["advice"]["changes"]) == 1
-    fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True))
+    assert values["elsewhen"].keys().isdisjoint(values["device"])
+    states = {"weights", "masters", "moments", "gradients", "average"}
+    assert states <= values["elsewhen"].keys() | values["device"].keys()
+    assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
+    chips = CHIPS["h200"], replace(CHIPS["h200"], bandwidth=1e6), case.chip          # some ms, minutes, none
+    texts = [plan.plan(replace(case, chip=chip))[0] for chip in chips]
+    assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
+    fast = json.loads(plan.plan(replace(case, chip=CHIPS["h200"]), json=True)[0])
     seconds = fast["seconds"]
     assert seconds["total"] == seconds["compute"] + seconds["update"] + seconds["exposed"]
     assert fast["days"] == pytest.approx(60 * seconds["total"] / 86400)

@@ -14,7 +14,7 @@ from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT
 
 H200, WEIGHTS = CHIPS["h200"], 10 ** 9
-NOTHING = Counts({"denoiser": WEIGHTS, "frozen/first_stage": 10 ** 12}, {}, {}, (), 0.0, 0.0, 12 * WEIGHTS)
+NOTHING = Counts({"denoiser": WEIGHTS, "frozen/first_stage": 10 ** 12}, {}, {}, {}, (), 0.0, 0.0, 12 * WEIGHTS)
 
 
 def seconds(counts, stage, world=8, per_node=8, accumulation=1, decays=1, **zero):
@@ -95,8 +95,8 @@ def test_unknown_chips(text):
 def test_calibration():
     """Oracle: a device of 3 s an exaflop and 5 s a billion weights, which two steps tell whole."""
     def counts(samples, depth):
-        return Counts({"denoiser": depth * 10 ** 8, "frozen/text": 1}, {}, {}, (), 1e17 * samples * depth, 1e16 * depth
-                      * samples, 0)
+        return Counts({"denoiser": depth * 10 ** 8, "frozen/text": 1}, {}, {}, {}, (), 1e17 * samples * depth,
+                      1e16 * depth * samples, 0)
 
     def truth(costs):
         return 3e-18 * (costs.flops + costs.recomputed) + 5e-9 * costs.weights["denoiser"]

@@ -199,6 +199,16 @@ def test_broken_files_are_named(tmp_path, how):
     assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
 
 
+def test_a_broken_member_of_an_archive(tmp_path):
+    """Oracle: the contract: a reason that says the same of the same file each time, so without an address in memory."""
+    break_file(folder(tmp_path / "d", 1, 2) / "c0/001.png", "text")
+    source = open_images(shutil.make_archive(tmp_path / "packed", "zip", tmp_path / "d"), 16)
+    with pytest.raises(BadSample) as caught:
+        source[1]
+    assert caught.value.path.endswith("001.png")
+    assert caught.value.reason == "UnidentifiedImageError: it is no image that Pillow can read"
+
+
 def test_a_truncated_jpeg_is_bad(tmp_path):
     """Oracle: the contract: no grey lower half is ever learned."""
     picture(5, 300, 200).save(tmp_path / "a.jpg")

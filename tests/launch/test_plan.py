@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.support.launch import ROOT, environment, here
@@ -16,7 +17,8 @@ TINY = "--recipe", ROOT / "tests/launch/tiny.yaml"
     (["--gpu", "h300"], ["--gpu h300", "h200, h100, a100, 4090"]),
     (["--world", "3"], ["batch.global=8", "3 ranks"]),
     (["--world", "0"], ["--world"]),
-    (["--ds_config", "{file}"], ["wrong.json", "stage"]),
+    (["--world", "100000"], ["--world 100000", "give --world 4096 or fewer"]),
+    (["--ds_config", "{file}"], ["wrong.json", '"zero_optimization.stage" is 7: write one of 0, 1, 2, 3\n']),
     (["model.depth=none"], ["model.depth"]),
     (["--search", "--calibrate"], ["--search", "--calibrate"]),
     (["model.first_stage={{path: nowhere}}", "data.image_size=128", "model.image_size=128"],
@@ -29,6 +31,22 @@ def test_wrong_input(words, names, tmp_path, monkeypatch, capsys):
     wrong.write_text('{"zero_optimization": {"stage": 7}}')
     code, out, err = here("plan.py", [*TINY, *(word.format(file=wrong) for word in words)], monkeypatch, capsys)
     assert code == 2 and out == "" and all(name in err for name in names), err
+
+
+def test_a_search_that_is_stopped():
+    """Oracle: rows come while it counts; after SIGTERM the process table holds no child, and the last words are the
+    command's own: none of semaphores that it left.
+    """
+    with subprocess.Popen([sys.executable, ROOT / "launch" / "plan.py", *TINY, "--search"], cwd=ROOT, env=environment(),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        row = next(line for line in command.stderr if line.split()[:1] == ["1"])
+        assert len(row.split()) == 8
+        children = psutil.Process(command.pid).children(recursive=True)
+        command.terminate()
+        out, err = command.communicate(timeout=60)
+    assert command.returncode == 130 and out == "" and children
+    assert err.endswith("plan.py: interrupted\n")
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_calibration():
@@ -62,8 +80,9 @@ def test_what_makes_it_fit(stage, world, words, change, tmp_path, monkeypatch, c
         code, out, err = here("plan.py", [
             *map(str, TINY), "--json", "--ds_config", str(file), "--world", str(change.get("world", world)), "--gpu",
             str(gpu), "model.hidden_size=1024", *words], monkeypatch, capsys)
-        assert code == 0, err
-        return json.loads(out)
+        values = json.loads(out)
+        assert code == (0 if values["fits"] else 1), err
+        return values
 
     changed = planned(change, "900TB")
     memory = changed["device_bytes"] + changed["reserve_bytes"]

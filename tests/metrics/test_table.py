@@ -80,11 +80,31 @@ def test_folder_zip_and_npz(tmp_path):
             images.open_set(arrays(tmp_path / "c.npz", unfit), "--against")
 
 
+def test_sets_that_are_none(tmp_path):
+    """Oracle: the line that names what is there: nothing, a run, pixels in another order, and pixels that a flipped bit
+    of the disk has changed, which zip's checksum tells.
+    """
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("name: x")
+    np.savez(tmp_path / "turned.npz", arr_0=np.asfortranarray(noise(5).permute(0, 2, 3, 1).numpy()))
+    for name, message in (("nowhere", "there is no such file or folder"), ("run", "is a run's folder"),
+                          ("turned.npz", "cannot be read .*Fortran's order")):
+        with pytest.raises(ConfigError, match=f"--images .*{name}:? {message}"):
+            images.open_set(tmp_path / name, "--images")
+    content = bytearray(arrays(tmp_path / "flipped.npz", noise(5)).read_bytes())
+    content[600] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match="--images .*flipped.npz cannot be read .*CRC"):
+        [*images.open_set(tmp_path / "flipped.npz", "--images").batches(5)]
+
+
 @pytest.mark.parametrize("content, message", [
     ({"mu": np.zeros(24), "sigma": np.ones(24)}, r"sigma is float64 of shape \(24,\), and numbers of shape \(D, D\)"),
     ({"mu": np.zeros(24), "sigma": np.ones((2, 24))}, r"sigma is float64 of shape \(2, 24\)"),
     ({"mu": np.float64(3), "sigma": np.eye(24)}, r"mu is float64 of shape \(\), and numbers of shape \(D,\)"),
     ({"mu": np.array("x" * 24), "sigma": np.eye(24)}, "mu is <U24"), ({"feats": np.zeros(24)}, "kept or feats is"),
+    ({"mu": np.zeros(24), "sigma": -np.eye(24)}, "sigma is no covariance"),
+    ({"mu": np.zeros(24), "sigma": np.tri(24)}, "sigma is no covariance"),
     ({"mu": np.full(24, np.nan), "sigma": np.eye(24)}, "mu holds values that are not finite"),
     ({"mu": np.zeros(24), "sigma": np.full((24, 24), np.inf)}, "sigma holds values that are not finite")])
 def test_statistics_of_other_shapes(tmp_path, content, message):

@@ -179,6 +179,14 @@ def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
     assert code == 2 and message in error.replace("File exists", "Not a directory"), error
 
 
+def test_a_new_folder_is_said(two, monkeypatch, capsys):
+    """Oracle: the folders that are there: one that the command had to make, as a wrong --out may have it, is named."""
+    monkeypatch.chdir(two)
+    for word in ("new is a new folder\n", ""):
+        code, out, error = here("report.py", ["one", "--out", "new/x.html"], monkeypatch, capsys)
+        assert (code, out, error) == (0, "new/x.html\n", word) and (two / "new" / "x.html").exists()
+
+
 def test_many_steps_fit(tmp_path):
     """Oracle: the sizes of files: 20,000 lines and 240 large pictures make a page that is no larger than its bounds."""
     made(tmp_path / "run", steps=8)

@@ -1,5 +1,6 @@
 """Rates of a run, by a clock that the test sets."""
 
+import re
 import time
 from pathlib import Path
 
@@ -93,6 +94,22 @@ def test_the_first_step_is_told(hands):
     for done in (8, 9):
         made.at(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
     assert lines == ["first step: 2.0 s, loss of a 1.5, b 3"]
+
+
+def test_the_end_of_compiling_is_told():
+    """Oracle: this test's clock around a compiler that takes 0.3 s: the line names what compiling took of the step."""
+    def compiler(graph, _):
+        time.sleep(0.3)
+        return graph.forward
+
+    lines: list[str] = []
+    made = Throughput(recipe.load(None, []), 7, lambda: 0.0, note=lines.append)
+    began = time.perf_counter()
+    assert torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1)) == 2
+    took = time.perf_counter() - began
+    made.at(8, {"a": [torch.tensor(1.0)]})
+    words = re.fullmatch(r"first step: ([\d.]+) s, blocks compiled in ([\d.]+) s of it, loss of a 1", lines[0])
+    assert 0.3 <= float(words[2]) <= took + 0.05 and float(words[2]) <= float(words[1])
 
 
 def test_no_time_at_all(hands):
