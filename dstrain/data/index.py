@@ -26,9 +26,10 @@ from dstrain.recipe import ConfigError, write_errors
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 2
 COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
-    "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0), "offset": (np.int64, 0),
-    "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None), "caption_ends": (np.uint64, None),
-    "captions_ends": (np.uint64, None)}    # captions_ends: of the captions of a sample, in caption_ends
+    "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0),
+    "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
+    "caption_ends": (np.uint64, None),
+    "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
 CHUNK = 1 << 16                            # samples that are worked on at a time
 
 
@@ -226,7 +227,8 @@ def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarr
         unseen = index.name_hashes(start, start + CHUNK) < bound
         rows = np.arange(start, start + len(unseen), dtype=dtype)
         text, ends = index.name_block(start, start + len(unseen))
-        yield {split: (rows[own], _joined(text, ends, own)) for split, own in (("train", ~unseen), ("held_out", unseen))}
+        yield {"train": (rows[~unseen], _joined(text, ends, ~unseen)),
+               "held_out": (rows[unseen], _joined(text, ends, unseen))}
 
 
 def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:

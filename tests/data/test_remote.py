@@ -1,5 +1,6 @@
 """Data at an address: a web server with ranges, one that fails, the cache on a disk, and what the errors say."""
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -236,6 +237,16 @@ def fill(folder: str, seed: int) -> None:
         assert part in (None, bytes([number]) * 10)
 
 
+def entries(folder: Path) -> dict[tuple[str, int], int]:
+    """The size of each file of a cache, by name and inode, while other processes make and remove some."""
+    sizes = {}
+    for entry in os.scandir(folder) if folder.exists() else ():
+        if entry.name != "ledger":
+            with contextlib.suppress(FileNotFoundError):
+                sizes[entry.name, entry.inode()] = entry.stat().st_size
+    return sizes
+
+
 def test_the_cache_is_bounded_and_shared(tmp_path):
     """Oracle: the bytes of the folder, never above the limit, while three processes fill it; the ledger counts them."""
     processes = [multiprocessing.get_context("fork").Process(target=fill, args=(str(tmp_path), seed))
@@ -244,20 +255,15 @@ def test_the_cache_is_bounded_and_shared(tmp_path):
         process.start()
     folder, most = tmp_path / "dstrain-cache", 0
     while any(process.is_alive() for process in processes):
-        sizes = []
-        for entry in os.scandir(folder) if folder.exists() else ():
-            try:
-                sizes.append(0 if entry.name == "ledger" else entry.stat().st_size)
-            except FileNotFoundError:
-                pass
-        most = max(most, sum(sizes))
+        before, after = entries(folder), entries(folder)      # what is in both was there between them, all at once
+        most = max(most, sum(size for (key, size) in before.items() if key in after))
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert 500_000 < most <= 1_000_000 + 3 * 40_000         # a list that is read while entries come and go
-    used = sum(path.stat().st_size for path in folder.iterdir() if path.name != "ledger")
-    assert used <= int((folder / "ledger").read_bytes()) <= 1_000_000
+    assert most <= 1_000_000 + 3 * 40_000                     # each process fills one more entry meanwhile
+    used = sum(entries(folder).values())
+    assert 500_000 < used <= int((folder / "ledger").read_bytes()) <= 1_000_000
     (folder / "ledger").write_text("damaged")
     fill(str(tmp_path), 9)
-    assert sum(path.stat().st_size for path in folder.iterdir() if path.name != "ledger") <= 1_000_000
+    assert sum(entries(folder).values()) <= 1_000_000
 
 
 def test_the_oldest_go_first(tmp_path):
