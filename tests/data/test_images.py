@@ -274,6 +274,7 @@ def test_flat_folder_and_links(tmp_path):
     (lambda root: None, "does not exist"),
     (lambda root: root.mkdir(), "is empty"),
     (lambda root: (root / "a").mkdir(parents=True), "no images in it; files ending in .png"),
+    (lambda root: (root.mkdir(), (root / "a.mp4").touch()), "in any case; data.num_frames=17 reads clips"),
     (lambda root: (folder(root), (root / "c9").mkdir()), "without images: c9"),
     (lambda root: (folder(root), picture(0).save(root / "x.png")), "beside class folders"),
     (lambda root: root.write_text("a file"), "is not a folder"),

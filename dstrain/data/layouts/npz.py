@@ -148,5 +148,6 @@ def _header(file: BinaryIO, member: Member) -> _Array:
         raise ConfigError(f"its {member.name[:100]} is no array of numpy's") from None
     size = header.tell() + math.prod(shape) * dtype.itemsize
     if dtype.hasobject or fortran or min(shape, default=0) < 0 or size != member.size:
-        raise ConfigError(f"its {member.name[:100]} is damaged, or holds Python objects, or is stored by columns")
+        raise ConfigError(f"its {member.name[:100]} is damaged, or holds Python objects, or is stored by columns: "
+                          "write it anew with numpy.savez, as numbers and by rows (numpy.ascontiguousarray)")
     return _Array(member, shape, dtype, header.tell())
