@@ -46,8 +46,9 @@ def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
     page = Page(tmp_path / "run", 4, 0, notes.append)
     page.at(4)
     page._starter.wait(60)
-    assert psutil.Process().children(recursive=True) == []
-    os.killpg(page._starter.pid, signal.SIGSTOP)                # it is there
+    group = page._starter.pid
+    assert [child for child in psutil.Process().children(recursive=True) if os.getpgid(child.pid) == group] == []
+    os.killpg(group, signal.SIGSTOP)                            # it is there
     page.at(8)
     page.finish(9, seconds=300)
     assert notes == [] and "</html>" in (tmp_path / "run" / "report.html").read_text()
