@@ -237,7 +237,7 @@ def fill(folder: str, seed: int) -> None:
         assert part in (None, bytes([number]) * 10)
 
 
-def entries(folder: Path) -> dict[tuple[str, int], int]:
+def cached(folder: Path) -> dict[tuple[str, int], int]:
     """The size of each file of a cache, by name and inode, while other processes make and remove some."""
     sizes = {}
     for entry in os.scandir(folder) if folder.exists() else ():
@@ -255,15 +255,15 @@ def test_the_cache_is_bounded_and_shared(tmp_path):
         process.start()
     folder, most = tmp_path / "dstrain-cache", 0
     while any(process.is_alive() for process in processes):
-        before, after = entries(folder), entries(folder)      # what is in both was there between them, all at once
-        most = max(most, sum(size for (key, size) in before.items() if key in after))
+        before, after = cached(folder), cached(folder)      # what is in both was there between them, all at once
+        most = max(most, sum(size for key, size in before.items() if key in after))
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert most <= 1_000_000 + 3 * 40_000                     # each process fills one more entry meanwhile
-    used = sum(entries(folder).values())
+    used = sum(cached(folder).values())
     assert 500_000 < used <= int((folder / "ledger").read_bytes()) <= 1_000_000
     (folder / "ledger").write_text("damaged")
     fill(str(tmp_path), 9)
-    assert sum(entries(folder).values()) <= 1_000_000
+    assert sum(cached(folder).values()) <= 1_000_000
 
 
 def test_the_oldest_go_first(tmp_path):
