@@ -86,7 +86,12 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
 
 
 def require_measurable(options: QualityOptions) -> None:
-    """ConfigError: a network or the reference is not there, or does not serve the metrics. Nothing is drawn."""
+    """ConfigError: a network or the reference is not there, or does not serve the metrics, or one image is to be drawn.
+
+    Nothing is drawn.
+    """
+    if options.num is not None:
+        table.require_enough(options.num, f"--num-samples {options.num}: ")
     _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
 
 

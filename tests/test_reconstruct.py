@@ -188,6 +188,8 @@ WRONG = {
     "no sweep": (["{run}", "--metric", "fd", "--ema", "0.1"], "--metric is of --sweep"),
     "an unknown metric": (["{run}", "--sweep", "--ema", "0.1", "--metric", "pr"], "--metric pr: name one of fd, fid"),
     "no network": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fid"], "--metric fid needs a network"),
+    "one sample": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--num-samples", "1"],
+                   "--num-samples 1: metrics compare sets of images: give two or more"),
     "no reference": (["{run}", "--sweep", "--ema", "0.1", "--metric", "fd", "--reference", "nowhere"],
                      "--reference nowhere: there is no such file or folder"),
     "no metric": (["{run}", "--sweep", "--reference", "x.npz"], "--reference is of --metric"),

@@ -3,7 +3,7 @@
     FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
     FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
     FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
-    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for: a hash of each name
+    FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
 
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
@@ -168,7 +168,7 @@ class Index:
         """The header of both splits on the disk; None where they are missing, damaged, or of another index."""
         folder = self._split_folder(held_out)
         header = read_sealed(folder / HEADER)
-        if header is None or header.get("index", self._known()) != self._known():      # older headers do not say it
+        if header is None or header.get("index") != self._known():
             return None
         rows = {split: header[split] for split in ("train", "held_out")}
         try:

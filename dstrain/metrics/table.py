@@ -115,7 +115,7 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
     scores are not needed; progress: called with the number of images that this rank has done.
     ConfigError: captions or labels are needed, and the set has none; fewer than two images.
     """
-    _require_enough(images)
+    require_enough(len(images))
     needs = _needs(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
@@ -135,7 +135,7 @@ def begun(images: Images, networks: dict[str, Features], size: int, keep: int = 
 
     ConfigError: as `collect` with this batch, or too few images for pr and dc.
     """
-    _require_enough(images)
+    require_enough(len(images))
     require_neighbours(networks, min(len(images), keep))
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
@@ -152,9 +152,10 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
                           f"image among {count}{of}: take {distances.NEIGHBOURS + 1} or more, and as much --kept")
 
 
-def _require_enough(images: Images) -> None:
-    if len(images) < 2:
-        raise ConfigError("metrics compare sets of images: give two or more")
+def require_enough(count: int, option: str = "") -> None:
+    """ConfigError, which begins with `option`: so many images are no set."""
+    if count < 2:
+        raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
