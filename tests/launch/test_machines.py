@@ -26,7 +26,7 @@ STEPS = 60
 PATIENCE = 30                                     # seconds that a rank waits for others; a slow start needs some
 RUN = ("--recipe", RECIPE, "--ds_config", "ds_configs/zero3.json", f"steps={STEPS}", "every.sample=0", "every.save=10",
        f"faults.timeout_minutes={PATIENCE / 60}")
-KEEP = (sys.executable, "launch/keep.py", "--backoff", "30", "--")
+KEEP = (sys.executable, "launch/keep.py", "--backoff", "10", "--")
 # The ssh options of multinode.md: a connection that is silent for six seconds ends.
 ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=3"}
 
