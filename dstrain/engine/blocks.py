@@ -42,6 +42,8 @@ def prepare(network: nn.Module, blocks: tuple[type[nn.Module], ...], recompute: 
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
             module.register_forward_pre_hook(_with_gradient)      # before DeepSpeed's own hooks
+        from deepspeed.runtime.zero import linear
+        linear.is_zero_param = _may_be_away
     if repeated and recompute == "attention":
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
         LinearFunctionForZeroStage3.forward = staticmethod(_linear)
@@ -68,6 +70,13 @@ def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     to the product that recompute=attention keeps: when that is used again, the bias would be in it twice.
     """
     return torch.ops.aten.linear(values, weight, bias)
+
+
+def _may_be_away(weight: Tensor) -> bool:
+    """For the backward pass of ZeRO-3's linear layer, which gathers a weight that is not there. In compiled blocks all
+    are: to ask for their numbers nevertheless would compile each block anew under torch 2.11.
+    """
+    return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 def compiles(run: Run) -> bool:
