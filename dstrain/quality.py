@@ -51,7 +51,7 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     if options.metrics == ("scenes",):
         networks, place, kept = {"scenes": open_features("builtin")}, None, {}
         images, facts = _images(options, run)
-        with computing(options.precision):
+        with computing(options.precision), reworded(options=OPTIONS):
             values = stories.figures(images.sums(networks["scenes"]))
     else:
         networks = table.chosen_networks(options.metrics, options.features)

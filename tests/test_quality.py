@@ -250,7 +250,10 @@ def test_adm_files(words, tmp_path):
     (["--images", "x", "--against", "y", "--metrics", "fid", "--precision", "bf16"], "--precision bf16 is of a run"),
     (["RUN", "--metrics", "fid", "--reference", "x", "--split", "train"], "--split changes nothing beside --reference"),
     (["--images", "x", "--against", "y", "--metrics", "fid", "--write-reference", "z.npz"],
-     "--reference (--against) changes nothing beside --write-reference"),
+     "--against changes nothing beside --write-reference"),
+    *((["--images", str(ROOT / "docs/gallery"), option, "nowhere", "--metrics", "fd"], f"{option} nowhere: there is no")
+      for option in ("--against", "--reference")),
+    (["RUN", "--metrics", "beauty"], "known are fid, sfid, kid, is, pr, dc, "), (["RUN", "--metrics", "scene"], "scenes, too"),
     (["RUN", "--metrics", "fid", "--eta", "1", "--write-reference", "z.npz"], "--eta changes nothing beside --write"),
     (["RUN", "--metrics", "fid"], "fid needs a network"), ([], "name the folder of a run"),
     (["RUN", "--metrics", "fid", "--write-reference", "x.pt"], "name a file that ends in .npz")])
