@@ -173,7 +173,7 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     ({"labels": (77,)}, "^--labels: .77. are not among"),
     ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
     ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
-    ({"num": 1}, "give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
+    ({"num": 1}, "^--num-samples 1: .* give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
     ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
     ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
     ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
