@@ -22,7 +22,7 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
                         --metrics: network evaluations for each picture (the run's samples.num_steps)
   --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
-  --batch N             images of one rank at a time; changes no figure (32)
+  --batch N             images of one rank at a time; changes figures by rounding alone (32)
   --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32; features are always fp32)
   --out DIR             where to write (RUN/evaluation)
 
