@@ -102,7 +102,7 @@ def export(options: ExportOptions) -> Exported:
                 exported.errors["code"] = _difference(drawn, writer.drawn(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
             card.write(folder, title, run, options.run, checkpoint, kinds, exported.name, exported.note, code,
-                       exported.errors, writer.TOLERATED["code"])
+                       exported.errors, writer.TOLERATED["code"], system)
     return exported
 
 

@@ -51,9 +51,10 @@ def quality(options: QualityOptions) -> tuple[Path | None, dict[str, Any]]:
     if options.metrics == ("scenes",):
         networks, place, kept = {"scenes": open_features("builtin")}, None, {}
         images, facts = _images(options, run)
-        with computing(options.precision):
+        with computing(options.precision), reworded(options=OPTIONS):
             values = stories.figures(images.sums(networks["scenes"]))
     else:
+        _require_enough(options)
         networks = table.chosen_networks(options.metrics, options.features)
         images, facts = _images(options, run)
         compared = _reference(options, run, networks)
@@ -90,9 +91,13 @@ def require_measurable(options: QualityOptions) -> None:
 
     Nothing is drawn.
     """
+    _require_enough(options)
+    _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
+
+
+def _require_enough(options: QualityOptions) -> None:
     if options.num is not None:
         table.require_enough(options.num, f"--num-samples {options.num}: ")
-    _reference(options, trained.read(options.folder), table.chosen_networks(options.metrics, options.features))
 
 
 def write_reference(options: QualityOptions) -> str:
@@ -103,6 +108,7 @@ def write_reference(options: QualityOptions) -> str:
     path = options.write_reference
     if path.suffix != ".npz":
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
+    _require_enough(options)
     trained.require_writable(path.parent, "--write-reference")
     networks = {name: network for name, network in table.chosen_networks(options.metrics, options.features).items()
                 if table.METRICS[name].compares}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dstrain.command import arguments
 from dstrain.command.ending import run_main      # not cli, which imports torch: that may take long
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, reworded
 
 _HELP = """\
 Measures a trained run on held-out data: bits/dim and the bound by timestep, as JSON and a plot. With --metrics it
@@ -22,7 +22,7 @@ usage:  [deepspeed] launch/evaluate.py RUN [options]
                         --metrics: network evaluations for each picture (the run's samples.num_steps)
   --ema NUMBER | --raw  weights: the average of this decay or width, or the training weights (its first average)
   --checkpoint STEP     the step to load (the newest whole one)
-  --batch N             images of one rank at a time; changes no figure (32)
+  --batch N             images of one rank at a time; changes figures by rounding alone (32)
   --precision NAME      fp32, tf32 or bf16: faster on a GPU, slightly other figures (fp32; features are always fp32)
   --out DIR             where to write (RUN/evaluation)
 
@@ -53,10 +53,11 @@ _OF_METRICS = ("features", "reference", "images", "against", "write_reference", 
 _OF_DRAWING = ("num_steps", "ema", "raw", "step", "labels", "prompts", "sampler", "guidance_scale", "spacing", "eta",
                "guidance_interval", "guidance_rescale", "guide", "seed", "prime_frames")
 # Words whose option has another name.
-_TYPED = {"num": "num-samples", "num_steps": "steps", "step": "checkpoint", "reference": "reference (--against)"}
+_TYPED = {"num": "num-samples", "num_steps": "steps", "step": "checkpoint"}
 
 
 def _options(argv: list[str] | None = None):
+    """What to measure, and options for those that messages name."""
     parser = arguments.Parser(_HELP)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--split", choices=("held_out", "train", "test"))
@@ -91,7 +92,7 @@ def _options(argv: list[str] | None = None):
         raise ConfigError(f"--{next(iter(metrics)).replace('_', '-')} is for metrics: name some, as --metrics fid")
     from dstrain.evaluate import EvaluateOptions
     del words["metrics"]
-    return EvaluateOptions(**words)
+    return EvaluateOptions(**words), {}
 
 
 def _of_metrics(words: dict, metrics: dict):
@@ -102,12 +103,14 @@ def _of_metrics(words: dict, metrics: dict):
     if "against" in metrics:
         if "reference" in metrics or "images" not in metrics:
             raise ConfigError("--against B goes with --images A, and is another word for --reference: give one")
-        metrics["reference"] = metrics.pop("against")
     _refuse_unused(words | metrics)
     _refuse_beside_scenes(words | metrics)
+    typed = {"--reference ": "--against "} if "against" in metrics else {}
+    if typed:
+        metrics["reference"] = metrics.pop("against")
     metrics["features"] = tuple(metrics.get("features", ()))
     from dstrain.quality import QualityOptions
-    return QualityOptions(**words, **metrics)
+    return QualityOptions(**words, **metrics), typed
 
 
 def _refuse_beside_scenes(words: dict) -> None:
@@ -129,7 +132,7 @@ def _refuse_beside_scenes(words: dict) -> None:
 def _refuse_unused(words: dict) -> None:
     """ConfigError: an option that would change nothing beside the others."""
     of_run = (*_OF_DRAWING, "split", "num")
-    for present, unused in (("images", of_run), ("write_reference", (*_OF_DRAWING, "reference", "out")),
+    for present, unused in (("images", of_run), ("write_reference", (*_OF_DRAWING, "reference", "against", "out")),
                             ("reference", ("split",))):
         for name in unused if words.get(present) is not None else ():
             if (value := words.get(name)) is not None and value is not False:
@@ -140,18 +143,19 @@ def _refuse_unused(words: dict) -> None:
 
 
 def main() -> None:
-    options = _options()
+    options, typed = _options()
     from dstrain import evaluate, quality
     from dstrain.ranks import group
     from dstrain.engine.start import start
     if group.place().world > 1:
         start()
-    if isinstance(options, evaluate.EvaluateOptions):
-        text = evaluate.report(*evaluate.evaluate(options))
-    elif options.write_reference is not None:
-        text = quality.write_reference(options)
-    else:
-        text = quality.report(*quality.quality(options))
+    with reworded(options=typed):
+        if isinstance(options, evaluate.EvaluateOptions):
+            text = evaluate.report(*evaluate.evaluate(options))
+        elif options.write_reference is not None:
+            text = quality.write_reference(options)
+        else:
+            text = quality.report(*quality.quality(options))
     if group.rank() == 0:
         print(text)
     group.leave()

@@ -46,9 +46,10 @@ def _options(argv: list[str] | None = None):
     for name, option in (("folder", "the folder of a run"), ("widths", "the widths to make: --ema 0.05,0.10")):
         if words[name] is None and not (name == "widths" and words["sweep"]):
             raise ConfigError(f"name {option}; --help shows how")
-    for name, of in (("num_samples", "sweep"), ("metric", "sweep"), ("features", "metric"), ("reference", "metric")):
-        if words[name.removesuffix("_samples")] and not words[of]:
-            raise ConfigError(f"--{name.replace('_', '-')} is of --{of}: give it, too, or leave both out")
+    for option, value, of in (("num-samples", words["num"], "sweep"), ("metric", words["metric"], "sweep"),
+                              ("features", words["features"], "metric"), ("reference", words["reference"], "metric")):
+        if value and not words[of]:
+            raise ConfigError(f"--{option} is of --{of}: give it, too, or leave both out")
     return words
 
 

@@ -149,9 +149,12 @@ def begun(tmp_path, name, *words):
 
 
 @pytest.mark.parametrize("name, words, kind, own", [
-    ("tiny", [*DIT, "samples.num_steps=7", "samples.guidance_scale=3", "samples.guidance_interval=[0.2, 5]"],
-     "DiTTransformer2DModel", "7 steps, guidance_scale=3, guidance_interval=(0.2, 5.0)"),
-    ("tiny-iddpm", ["samples.ema=0.9", "samples.num_steps=7"], "UNet2DModel", "7 steps"),
+    ("tiny", [*DIT, "samples.num_steps=5", "samples.guidance_scale=3", "samples.guidance_interval=[0.2, 5]",
+              "samples.sampler=ddim", "samples.spacing=trailing"], "DiTTransformer2DModel",
+     "5 steps of ddim, guidance_scale=3, guidance_interval=(0.2, 5.0), and `pipeline.scheduler = DDIMScheduler."
+     'from_config(pipeline.scheduler.config, timestep_spacing="trailing")`, which comes from diffusers'),
+    ("tiny-iddpm", ["samples.ema=0.9", "samples.num_steps=7", "samples.sampler=unipc", "samples.spacing=karras"],
+     "UNet2DModel", "7 steps of unipc, spacing=karras, which the pipeline does not know"),
     ("tiny-prior", ["model.self_cond=false"], "PriorTransformer", "")])
 def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     """Oracle: the run's own folder: recipe, step, fingerprint, seed, newest grid; the card's Python, which is run; and

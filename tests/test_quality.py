@@ -173,7 +173,7 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     ({"labels": (77,)}, "^--labels: .77. are not among"),
     ({"prompts": ("a hat",)}, "^--prompts: .* trains dit, which takes no texts; leave it out"),
     ({"guide": (Path("nowhere"), None, None)}, "^--guide nowhere: nowhere is not a run's folder"),
-    ({"num": 1}, "give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
+    ({"num": 1}, "^--num-samples 1: .* give two or more"), ({"metrics": ("fid", "pr"), "num": 4}, "pr looks for 5 neighbours .* among 4"),
     ({"metrics": ("fid", "dc"), "kept": 5}, "dc looks for 5 neighbours .* among 5"),
     ({"metrics": ("pr",), "reference": "few"}, "neighbours of each image among 5 of --reference .*few.npz"),
     ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
@@ -250,7 +250,10 @@ def test_adm_files(words, tmp_path):
     (["--images", "x", "--against", "y", "--metrics", "fid", "--precision", "bf16"], "--precision bf16 is of a run"),
     (["RUN", "--metrics", "fid", "--reference", "x", "--split", "train"], "--split changes nothing beside --reference"),
     (["--images", "x", "--against", "y", "--metrics", "fid", "--write-reference", "z.npz"],
-     "--reference (--against) changes nothing beside --write-reference"),
+     "--against changes nothing beside --write-reference"),
+    *((["--images", str(ROOT / "docs/gallery"), option, "nowhere", "--metrics", "fd"], f"{option} nowhere: there is no")
+      for option in ("--against", "--reference")),
+    (["RUN", "--metrics", "beauty"], "known are fid, sfid, kid, is, pr, dc, "), (["RUN", "--metrics", "scene"], "scenes, too"),
     (["RUN", "--metrics", "fid", "--eta", "1", "--write-reference", "z.npz"], "--eta changes nothing beside --write"),
     (["RUN", "--metrics", "fid"], "fid needs a network"), ([], "name the folder of a run"),
     (["RUN", "--metrics", "fid", "--write-reference", "x.pt"], "name a file that ends in .npz")])

@@ -107,10 +107,6 @@ class FlowMatching:
         """x_start from noise x by Euler's method: num_steps calls of the network."""
         return self.integrate(network, x, self.grid(num_steps, x), "euler", progress)
 
-    def heun(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """x_start from noise x by Heun's method of second order: 2 * num_steps calls of the network."""
-        return self.integrate(network, x, self.grid(num_steps, x), "heun", progress)
-
     @torch.no_grad()
     def stochastic(self, network: Network, x: Tensor, grid: Tensor, noise: Noise, eta: float = 1.0,
                    progress: Progress = iter) -> Tensor:

@@ -13,7 +13,8 @@ from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
 
-OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: "}      # of commands, for the keys that messages name
+# Of commands, for the keys that messages name.
+OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: ", "guidance_scale: ": "--guidance-scale: "}
 
 
 def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, labels: Sequence[int] | None = None,

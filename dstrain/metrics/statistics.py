@@ -75,7 +75,6 @@ class Collector:
             self._add("right", right)
         if self.texts and captions is not None:
             self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
-
         if self.candidates:
             self._add("retrieved", self._nearest_is_own(features, captions).double().sum())
 

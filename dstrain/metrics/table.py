@@ -91,7 +91,8 @@ def chosen_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, F
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
-        raise ConfigError(f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}")
+        raise ConfigError(f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; launch/evaluate.py "
+                          "takes scenes, too, alone")
     chosen = {}
     for name in metrics:
         kinds = METRICS[name].kinds

@@ -20,6 +20,7 @@ import numpy as np
 from dstrain import __version__
 from dstrain.engine.manifest import manifest
 from dstrain.recipe import Run, Samples, dump
+from dstrain.systems.base import System
 
 GRID = "samples.png"
 _KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
@@ -64,7 +65,7 @@ def _titled(code: str, title: str) -> str:
 
 
 def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds: Mapping[str, str], class_name: str,
-          note: str, code: str, errors: Mapping[str, float], limit: float) -> None:
+          note: str, code: str, errors: Mapping[str, float], limit: float, system: System) -> None:
     """OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
     title   what the folder is called when it is whole             note   what whoever loads it has to know
@@ -96,7 +97,7 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     lines += ["This code was run on this folder when it was written, without dstrain. What it drew differs by "
               f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
               f"from the same noise; above {limit:.1e} the export would have been refused."
-              + f" The run's own pictures take {_settings(run.samples, class_name)}."
+              + f" The run's own pictures take {_settings(run.samples, system, class_name)}."
               * ("images = pipeline" in code), ""]
     lines += [f"Note: {note}.", ""] if note else []
     recipe = [line for line in dump(run).splitlines() if line not in ("folder: null", "init_from: null")]
@@ -105,14 +106,25 @@ def write(out: Path, title: str, run: Run, folder: Path, checkpoint: Path, kinds
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _settings(samples: Samples, class_name: str) -> str:
-    """How a run draws, in the words of the pipelines."""
-    words = [f"{samples.num_steps} steps"]
+def _settings(samples: Samples, system: System, class_name: str) -> str:
+    """How a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
+    sampler = system.sampler(samples.sampler)
+    words = [f"{samples.num_steps} steps of {sampler}"]
+    words += [f"{name}={value:g}, which the pipeline does not know"
+              for name in ("eta", "guidance_rescale") if (value := getattr(samples, name))]
     if samples.guidance_scale != 1:
         words.append(f"guidance_scale={samples.guidance_scale:g}")
         if samples.guidance_interval:
             unknown = ", which DiTPipeline does not know" if class_name == "DiTPipeline" else ""
             words.append(f"guidance_interval={samples.guidance_interval}{unknown}")
+    if samples.spacing:
+        # DDIMScheduler's steps are of equal length, T // N, whatever its spacing; DDPMPipeline knows no DDIM.
+        if (samples.spacing in ("leading", "trailing") and sampler == "ddim" and class_name != "DDPMPipeline"
+                and system.diffusion.num_timesteps % samples.num_steps == 0):
+            words.append("and `pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, "
+                         f'timestep_spacing="{samples.spacing}")`, which comes from diffusers')
+        else:
+            words.append(f"spacing={samples.spacing}, which the pipeline does not know")
     return ", ".join(words)
 
 

@@ -21,7 +21,6 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return features.double().mean(0), torch.cov(features.double().T)
 
 
-
 def test_frechet_of_diagonal_gaussians():
     """Oracle: the closed form for covariances that commute: (m - n)^2 + sum of (sqrt s - sqrt t)^2; zero for equals."""
     random = torch.Generator().manual_seed(0)

@@ -122,6 +122,12 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
         ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", scale,
                                            guidance_interval=within)).float()
         assert (levels(images) - ours).abs().max() <= 1 and ours.std() > 5
+    own, pipeline.scheduler = pipeline.scheduler, DDIMScheduler.from_config(      # as a card says of this spacing
+        pipeline.scheduler.config, timestep_spacing="trailing")
+    images = pipeline(labels, 3.0, 25, latents=noise, output_type="pt").images
+    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)}, 25, "ddim", 3.0, spacing="trailing"))
+    assert (levels(images) - ours.float()).abs().max() <= 1
+    pipeline.scheduler = own
     for label in (system.config.num_classes, system.config.num_classes + 70, -1):
         with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
             pipeline([0, label], 3.0, 25)
