@@ -39,7 +39,7 @@ of diffusion and flow matching, explained in launch/samplers.md:
   --guidance-interval LO,HI    where guidance acts: noise levels sigma / alpha (all); --guidance-rescale F (0)
   --guide RUN[@STEP][:EMA]    a weaker run, or an earlier checkpoint of RUN, that guides instead of the missing label,
                         by its average of decay or width EMA, or raw
-  --invert PATH         pictures that are carried to noise and drawn again: a folder, or an .npz
+  --invert PATH         pictures to carry to noise and draw again: a folder or an .npz, repeated to N
 
 of videos:
   --tokenizer FOLDER    what decodes their tokens (the recipe's)
