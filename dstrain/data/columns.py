@@ -12,6 +12,7 @@ import numpy as np
 
 from dstrain.data.folder import few
 from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION, name_hash
+from dstrain.data.instead import without_samples
 from dstrain.data.layouts.base import Layout, Sample
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -126,12 +127,11 @@ class Columns:
 
     def finished(self, layout: Layout) -> Index:
         """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
-        request, folder = layout.request, self.folder
+        folder = self.folder
         if folder is not None:
             self.write()
         if not self.number:
-            raise ConfigError(f"{request.key}={layout.root}: no {request.noun} in it; files ending in "
-                              f"{' '.join(request.suffixes)} are read, in any case")
+            raise without_samples(layout)
         kind, _ = self.kinds
         columns = {}
         for name, buffer in self.buffers.items():
