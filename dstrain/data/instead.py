@@ -22,7 +22,7 @@ _REMEDIES = (                              # suffixes of files that are no sampl
     ((".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
      "name the file, {key}={root}/{name}; data.mixture='[{{path: A}}, {{path: B}}]' takes several"),
     ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"))
-_UNKNOWN = "launch/data.md has all forms that are read, folders of PNG or JPEG files among them"
+_UNKNOWN = "launch/data.md has all forms that are read, such as a folder of {noun}"
 
 
 def without_samples(layout: Layout) -> ConfigError:
@@ -44,6 +44,6 @@ def without_samples(layout: Layout) -> ConfigError:
     suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
     name, more = first[suffix], counts[suffix] - 1
     others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
-    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name)
+    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name, noun=noun)
     return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
                        f"It holds {name}{others}: {remedy}")

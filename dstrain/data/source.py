@@ -189,7 +189,7 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
             except BadSample as error:
                 bad.append((error.path, error.reason))
         else:
-            raise ConfigError(f"{tries} samples in a row cannot be read; the last is {bad[-1][0]}: {bad[-1][1]}. "
-                              f"Is {source.where} right? `python launch/index.py DATA --check` lists what cannot be "
-                              "read")
+            raise ConfigError(f"{tries} sample{'s in a row' * (tries > 1)} cannot be read; the last is {bad[-1][0]}: "
+                              f"{bad[-1][1]}. Is {source.where} right? `python launch/index.py DATA --check` lists "
+                              "what cannot be read")
     return items, bad

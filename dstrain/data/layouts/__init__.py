@@ -54,8 +54,9 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
                                   f"{', '.join(layout.columns_read) or 'no columns'}: leave the others out")
             return layout(path, files, request)
     if files.far:
-        raise ConfigError(f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files are read: name such, "
-                          "or make tars of a folder on a disk, python launch/pack.py FOLDER --format tar --out SHARDS")
+        raise ConfigError(f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files and lists are read, "
+                          "and there are none: correct it, or make tars of a folder on a disk, python launch/pack.py "
+                          "FOLDER --format tar --out SHARDS")
     if path.lower().endswith(request.suffixes):
         raise ConfigError(f"{request.key}={path}: is not a folder, but one of the {request.noun}: name its folder, "
                           f"{request.key}={os.path.dirname(os.path.abspath(path))}")
