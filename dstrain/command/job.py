@@ -153,7 +153,8 @@ def _data_path_problem(key: str, path: str) -> str | None:
     except OSError as error:
         return f"{key}={path} cannot be listed ({error.strerror}): give a folder that you may read"
     if empty:
-        return f"{key}={path} is an empty folder: give one with data, such as a folder of images a class"
+        return (f"{key}={path} is an empty folder: put images into it, those of a class in a folder of its own, or "
+                "name other data (launch/data.md has all forms), or builtin:fashion")
     return None
 
 

@@ -160,6 +160,13 @@ class Batches(AbstractContextManager):
                 kind, text = type(error), str(error).strip()
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
                 return
+            except RuntimeError as error:            # torch's, whose traceback tells nothing
+                if "exited unexpectedly" not in str(error):
+                    raise
+                self.problem = NotRead("a process that reads the data was ended: by the system where memory is short, "
+                                       "or since a file of the index or of the data was cut off meanwhile. Look at the "
+                                       "memory and the disk, then give the same command again")
+                return
             if count == self.num_workers:            # workers deliver in turn, so all of them run by now
                 workers.unlink(semaphores)
             self.wait_seconds += time.perf_counter() - start

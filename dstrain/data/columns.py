@@ -4,14 +4,14 @@ import os
 import sys
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dstrain.data.folder import few
-from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION, name_hash
+from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION, digests, name_hash
+from dstrain.data.instead import without_samples
 from dstrain.data.layouts.base import Layout, Sample
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -126,12 +126,11 @@ class Columns:
 
     def finished(self, layout: Layout) -> Index:
         """The index, whose columns are on the disk where there is a folder. ConfigError: no samples, unknown labels."""
-        request, folder = layout.request, self.folder
+        folder = self.folder
         if folder is not None:
             self.write()
         if not self.number:
-            raise ConfigError(f"{request.key}={layout.root}: no {request.noun} in it; files ending in "
-                              f"{' '.join(request.suffixes)} are read, in any case")
+            raise without_samples(layout)
         kind, _ = self.kinds
         columns = {}
         for name, buffer in self.buffers.items():
@@ -143,7 +142,7 @@ class Columns:
             else:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
         classes, counts = self._labels(layout, columns)
-        names, rest = _digests(columns, self.number)
+        names, rest = digests(columns, self.number)
         header = {"version": VERSION, "layout": type(layout).__name__, "number": self.number, "classes": list(classes),
                   "labelled": kind != "none", "most_captions": self.most, "counts": counts, "names": names,
                   "single": not {"file", "offset", "size"} & set(columns), "rest": rest,
@@ -192,19 +191,3 @@ class Columns:
             for start in range(0, self.number, CHUNK):
                 file.write(places[old[start:start + CHUNK]].tobytes())
         columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")
-
-
-def _digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """A hash of all names, then all labels; and one of what the other columns hold."""
-    names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
-    for start in range(0, len(columns["names"]), 1 << 24):
-        names.update(columns["names"][start:start + (1 << 24)])
-    for start in range(0, number, CHUNK):
-        zeros = np.zeros(min(CHUNK, number - start), np.int32)
-        names.update(columns["label"][start:start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
-    more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
-    for name in more:
-        rest.update(name.encode())
-        for start in range(0, len(columns[name]), 1 << 21):
-            rest.update(bytes(columns[name][start:start + (1 << 21)]))
-    return names.hexdigest(), rest.hexdigest() if more else ""

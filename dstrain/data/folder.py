@@ -21,6 +21,8 @@ def listing(root: str | Path, key: str = "data.path") -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
     try:
         yield
+    except ConfigError:                    # of a store, which is an OSError, too
+        raise
     except OSError as error:
         raise ConfigError(f"{key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
                           "repair it, or take it away") from None

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +31,7 @@ COLUMNS = {                                # name: (type, default); of "ends" th
     "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
     "caption_ends": (np.uint64, None),
     "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
+_CHECKED = 1 << 26                         # bytes of an index that is read at each start: a tenth of a second
 CHUNK = 1 << 16                            # samples that are worked on at a time
 
 
@@ -77,6 +79,12 @@ class Index:
 
     def __len__(self) -> int:
         return self.header["number"]
+
+    def is_whole(self) -> bool:
+        """Whether names, labels, places and captions are what was written; a large index is not read for that."""
+        if sum(self.header["columns"].values()) > _CHECKED:
+            return True
+        return digests(self._columns, len(self)) == (self.header["names"], self.header["rest"])
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.name_bytes(index))
@@ -154,14 +162,28 @@ class Index:
             with ExitStack() as stack:
                 paths = {split: stack.enter_context(atomic.replacing(folder / f"{split}.bin")) for split in names}
                 files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-                for part in _members(self, held_out):
+
+                def put(part: dict[str, tuple[np.ndarray, bytes]]) -> None:
                     for name, (rows, text) in part.items():
                         files[name].write(rows.tobytes())
                         names[name].update(text)
-            for name, digest in names.items():
-                split = _counted(self, _mapped(folder / f"{name}.bin", rows.dtype.name), digest)
-                header[name] = {"number": split.number, "dtype": rows.dtype.name, "counts": split.counts,
-                                "names": split.names}
+
+                # A third of the time goes into the hash, which another core may do meanwhile; one chunk waits.
+                with ThreadPoolExecutor(1) as pool:
+                    ahead: Future | None = None
+                    for part in _members(self, held_out):
+                        if ahead is not None:
+                            ahead.result()
+                        ahead = pool.submit(put, part)
+                    if ahead is not None:
+                        ahead.result()
+            dtype, unseen = _rows_type(self).__name__, None
+            for name in ("held_out", "train"):                         # the few are counted
+                members = _mapped(folder / f"{name}.bin", dtype)
+                counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
+                split = _counted(self, members, names[name], counts)
+                header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
+                unseen = split.counts
             atomic.write(folder / HEADER, sealed.render(header))
 
     def _splits(self, held_out: float) -> dict[str, Any] | None:
@@ -213,14 +235,34 @@ class Index:
         return getattr(self, name)
 
 
+def digests(columns: dict[str, Any], number: int) -> tuple[str, str]:
+    """A hash of all names, then all labels; and one of what the other columns hold."""
+    names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
+    for start in range(0, len(columns["names"]), 1 << 20):
+        names.update(columns["names"][start:start + (1 << 20)])
+    for start in range(0, number, CHUNK):
+        zeros = np.zeros(min(CHUNK, number - start), np.int32)
+        names.update(columns["label"][start:start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
+    more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
+    for name in more:
+        rest.update(name.encode())
+        for start in range(0, len(columns[name]), 1 << 17):
+            rest.update(bytes(columns[name][start:start + (1 << 17)]))
+    return names.hexdigest(), rest.hexdigest() if more else ""
+
+
 def name_hash(name: bytes) -> int:
     """What decides whether a sample is held out: below the share of 2 ** 64, it is."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
+def _rows_type(index: Index) -> type[np.unsignedinteger]:
+    return np.uint32 if len(index) < 1 << 32 else np.uint64
+
+
 def _members(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
     """The rows of each split and their names, of a chunk of the index after the other."""
-    dtype = np.uint32 if len(index) < 1 << 32 else np.uint64
+    dtype = _rows_type(index)
     bound = np.uint64(math.ceil(held_out * 2.0 ** 64))       # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
@@ -237,15 +279,15 @@ def _joined(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
-def _counted(index: Index, members: np.ndarray, names: Any) -> Split:
-    """The split of these rows. names: a hash of their names so far."""
+def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | None = None) -> Split:
+    """The split of these rows. names: a hash of their names so far; known: how many of each class there are."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.labels(members[start:start + CHUNK])
         names.update(labels.tobytes())
-        if len(counts):
+        if len(counts) and known is None:
             counts += np.bincount(labels, minlength=len(counts))
-    return Split(len(members), members, counts.tolist(), names.hexdigest())
+    return Split(len(members), members, counts.tolist() if known is None else known, names.hexdigest())
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

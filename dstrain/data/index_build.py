@@ -162,6 +162,10 @@ def _found(folder: Path, path: str, files: Files, request: Request, anew: bool =
     watched = index and read_sealed(folder / WATCHED)
     if not watched:
         return None
+    if not index.is_whole():
+        if anew:
+            phases().say(f"data: {path}: the index in {folder} was altered; listing the data anew")
+        return None
     layout = recognised(path, files, request)
     if index.header["layout"] != type(layout).__name__:        # a list of labels or the like was put beside the data
         return None

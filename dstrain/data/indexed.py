@@ -33,6 +33,7 @@ class Indexed(Source):
         self.split, self._held_out = split, held_out
         self.expects = layout.files.far
         self.path = Path(layout.root)
+        self.where = f"{layout.request.key}={layout.root}"
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:

@@ -66,6 +66,7 @@ class Source(ABC):
     classes: tuple[str, ...] = ()          # names of the classes; the label of an item is an index into them
     light: bool = False                    # reading an item costs less than passing it between processes
     captioned: bool = False                # items have captions
+    where: str = "data.path"               # for a message: the entry that names them, as data.path=FOLDER
     uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
     chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
     chance_count: int = 0                  # above 0, `read` takes a list of so many such numbers
@@ -188,6 +189,7 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
             except BadSample as error:
                 bad.append((error.path, error.reason))
         else:
-            raise ConfigError(f"{tries} samples in a row cannot be read; the last is {bad[-1][0]}: {bad[-1][1]}. "
-                              "Is data.path the right folder?")
+            raise ConfigError(f"{tries} sample{'s in a row' * (tries > 1)} cannot be read; the last is {bad[-1][0]}: "
+                              f"{bad[-1][1]}. Is {source.where} right? `python launch/index.py DATA --check` lists "
+                              "what cannot be read")
     return items, bad

@@ -353,11 +353,12 @@ def test_pickles_of_python_3(protocol):
     assert array[:2] == ((4, 16), np.uint8) and content[array.place:array.place + 64] == data.tobytes()
 
 
-@pytest.mark.parametrize("below, ending", [("MNIST/raw", ""), ("EMNIST/raw", ""), ("", ".gz")])
+@pytest.mark.parametrize("below, ending", [("MNIST/raw", ""), ("EMNIST/raw", ""), ("FashionMNIST/raw", ".gz"),
+                                            ("KMNIST/raw", ""), ("", ".gz")])
 def test_idx(tmp_path, below, ending, monkeypatch):
     """Oracle: torchvision's reader of the same files, and numpy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    draw, prefix = np.random.default_rng(2), "emnist-letters-" if "E" in below else ""
+    draw, prefix = np.random.default_rng(2), "emnist-letters-" if below == "EMNIST/raw" else ""
     (tmp_path / "data" / below).mkdir(parents=True)
     expected = {}
     for split, number in (("train", 30), ("test" if prefix else "t10k", 12)):
@@ -407,6 +408,12 @@ def test_lsun(tmp_path, plain):
     one, none = open_sources(Data(path=str(root / "a_train_lmdb"), image_size=16))
     assert len(one) == EACH and one.classes == () and none is None
     assert not list(root.rglob("lock.mdb"))
+    with lmdb.open(str(tmp_path / "a.lmdb"), map_size=1 << 26, subdir=False, lock=False) as env:
+        with env.begin(write=True) as transaction:
+            for file in (plain / "a").iterdir():
+                transaction.put(file.name.encode(), file.read_bytes())
+    alone = open_images(tmp_path / "a.lmdb", 16)
+    assert len(alone) == EACH and all(torch.equal(alone[i]["image"], one[i]["image"]) for i in range(EACH))
 
 
 def test_lmdb_pages(tmp_path):

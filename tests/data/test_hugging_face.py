@@ -305,8 +305,10 @@ def test_bombs(tmp_path):
     assert "x.parquet has row groups beyond 1.07 GB" in done.stdout
 
 
-def test_files_of_datasets_itself(tmp_path, plain):
-    """Oracle: `datasets`: what it saves and writes as parquet is read as the plain folder; needs the package."""
+def test_files_of_datasets_itself(tmp_path, plain, monkeypatch):
+    """Oracle: `datasets`: what it saves, writes as parquet and fetches by a name (here of a folder, laid out as on the
+    hub) is read as the plain folder; needs the package.
+    """
     datasets = pytest.importorskip("datasets", reason="pip install datasets (with pandas, 84 MB) to test against it")
     paths = sorted(plain.rglob("*.png"))
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["c0", "c1", "c2"]))
@@ -318,5 +320,12 @@ def test_files_of_datasets_itself(tmp_path, plain):
     same(open_images(tmp_path / "both", 16), plain)
     content.to_parquet(tmp_path / "content.parquet", batch_size=4)
     same(open_images(tmp_path / "content.parquet", 16), plain)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for split, part in (("train", content), ("test", content.select(range(3)))):
+        part.to_parquet(tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    train, unseen = open_sources(Data(path=f"hf-dataset:{tmp_path / 'hub'}", image_size=16))
+    same(train, plain)
+    assert [unseen[index]["label"] for index in range(len(unseen))] == [0, 0, 0]
+    assert len(open_images(f"hf-dataset:{tmp_path / 'hub'}:test", 16)) == 3
     arrow = np.array([len(sample["image"].tobytes()) for sample in content])
     assert (arrow == 40 * 30 * 3).all()

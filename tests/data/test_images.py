@@ -270,11 +270,21 @@ def test_flat_folder_and_links(tmp_path):
     assert 2 <= len(open_images(looped, 16)) <= 4
 
 
+def write(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"no picture")
+
+
 @pytest.mark.parametrize("make,message", [
     (lambda root: None, "does not exist"),
-    (lambda root: root.mkdir(), "is empty"),
-    (lambda root: (root / "a").mkdir(parents=True), "no images in it; files ending in .png"),
-    (lambda root: (root.mkdir(), (root / "a.mp4").touch()), "in any case; data.num_frames=17 reads clips"),
+    (lambda root: root.mkdir(), "no images in it, and no other file: put images into it"),
+    (lambda root: (root / "a").mkdir(parents=True), "no images in it, and no other file"),
+    (lambda root: write(root / "a.mp4"), "files ending in .png .* It holds a.mp4: data.num_frames=17 reads clips"),
+    (lambda root: (write(root / "a/x.TIF"), write(root / "a/y.tif")), "holds a/.* and 1 like it: convert them to PNG"),
+    (lambda root: write(root / "0.npy"), "holds 0.npy: latents .* launch/encode.py --from-latents .*/root --first"),
+    (lambda root: (write(root / "a.zip"), write(root / "b.zip")), "name the file, data.path=.*root/[ab].zip; data.m"),
+    (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
+    (lambda root: write(root / "a.bin"), "holds a.bin: launch/data.md has all forms that are read"),
     (lambda root: (folder(root), (root / "c9").mkdir()), "without images: c9"),
     (lambda root: (folder(root), picture(0).save(root / "x.png")), "beside class folders"),
     (lambda root: root.write_text("a file"), "is not a folder"),

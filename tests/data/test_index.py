@@ -110,8 +110,12 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     assert len(listed) == 10
     assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
     name = next((tmp_path / "i").glob("*/names.bin"))
-    name.write_bytes(name.read_bytes()[:-1])                    # a damaged one is made anew
-    assert opened() == 8 and len(listed) == 13
+    for column, damage in (("names", lambda content: content[:-1]), ("names", lambda content: content[:-1] + b"h"),
+                           ("label", lambda content: content[:-4] + bytes(4))):
+        damaged = name.with_name(f"{column}.bin")               # it is noticed, and made anew
+        content, before = damaged.read_bytes(), len(listed)
+        damaged.write_bytes(damage(content))
+        assert opened() == 8 and len(listed) == before + 3 and damaged.read_bytes() == content
     pickled = pickle.dumps(open_images(root, 16, index=tmp_path / "i"))
     picture(1).save(root / "c2" / "b.png")
     opened()

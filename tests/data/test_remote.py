@@ -134,6 +134,8 @@ def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
     content_of(web, "secret.parquet", 10)
     reached = {f"{web.address}/none/": "the store has no such object, folder or bucket",
                f"{web.address}/none.parquet": "none.parquet: the store has no such object",
+               f"{web.address}/none.tar": "^http.*none.tar: the store has no such object",
+               f"{web.address}/none.zip": "^http.*none.zip: the store has no such object",
                f"{web.address}/secret.parquet": "the store refuses it .*403.*give credentials .* by user:password@",
                "s3://bucket/x.parquet": "pip install 'dstrain\\[remote\\]'",
                "gs://bucket/x.tar": "^gs:// needs a library that is not installed.*pip install 'dstrain\\[remote\\]'",

@@ -14,6 +14,7 @@ import pytest
 
 from dstrain.data import workers
 from dstrain.data.batches import Batches
+from dstrain.recipe import NotRead
 from tests.support.sources import Slow
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +149,7 @@ def test_signals_wait_while_workers_start():
 
 
 def test_a_dead_server_is_replaced(tmp_path):
-    """Oracle: an error, not a hang, when the server is killed; the same step works when asked for
+    """Oracle: an error that says what to do, and no hang, when the server is killed; the same step works when asked for
     again.
     """
     with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0,
@@ -156,7 +157,7 @@ def test_a_dead_server_is_replaced(tmp_path):
         expected = [batch["label"].tolist() for batch in batches.at(0)]
         os.kill(parent(pids(tmp_path)[0]), signal.SIGKILL)
         assert gone(pids(tmp_path), 5)
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(NotRead, match="a process that reads the data was ended: .* give the same command again"):
             for step in range(1, 9):
                 list(batches.at(step))
         assert [batch["label"].tolist() for batch in batches.at(0)] == expected

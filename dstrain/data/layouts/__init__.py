@@ -53,5 +53,13 @@ def recognised(path: str, files: Files, request: Request) -> Layout:
                 raise ConfigError(f"data.columns names {', '.join(unread)}, and {path} ({layout.kind}) has "
                                   f"{', '.join(layout.columns_read) or 'no columns'}: leave the others out")
             return layout(path, files, request)
-    raise ConfigError(f"{request.key}={path}: is not a folder; give a folder of {request.noun}, a list of them ("
-                      f"{' '.join(TABLES)}, or lines PATH NUMBER), or builtin:fashion")
+    if files.far:
+        raise ConfigError(f"{request.key}={path}: at an address, tar, zip, parquet and Arrow files and lists are read, "
+                          "and there are none: correct it, or make tars of a folder on a disk, python launch/pack.py "
+                          "FOLDER --format tar --out SHARDS")
+    if path.lower().endswith(request.suffixes):
+        raise ConfigError(f"{request.key}={path}: is not a folder, but one of the {request.noun}: name its folder, "
+                          f"{request.key}={os.path.dirname(os.path.abspath(path))}")
+    raise ConfigError(f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
+                      f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, .npz, "
+                      ".parquet or .arrow (launch/data.md has all forms), or builtin:fashion")

@@ -122,6 +122,10 @@ class Layout(ABC):
         """Samples that are read soon: of data at an address their bytes are fetched. Does not wait."""
         self.files.ahead(self.read, places)
 
+    def seen(self) -> Iterator[str]:
+        """Names of files that are there, whatever they are, to say what data without samples hold."""
+        return iter(())
+
     def watched(self) -> list[str]:
         """Files and folders whose size and time of change show, in a moment, whether the data are still the same."""
         return self.parts()

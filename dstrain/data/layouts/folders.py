@@ -5,12 +5,12 @@ A dataset.json (../labels.py) says the labels instead of the folders.
 
 import os
 from collections.abc import Iterator
-from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import SAMPLES, class_folders, few, listing, walk
+from dstrain.data.instead import without_samples
 from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.recipe import ConfigError
@@ -44,7 +44,7 @@ class Folders(Layout):
             if self._by_name:
                 self.classes = tuple(map(str, range(max(self._by_name.values()) + 1)))
             if next(walk(root, "", request.suffixes), None) is None:
-                raise self._without_files()
+                raise without_samples(self)
             return [""]
 
     def _class_parts(self, root: Path, request: Request) -> list[str]:
@@ -53,7 +53,7 @@ class Folders(Layout):
         full = [name for name in classes if next(walk(root, name, request.suffixes), None) is not None]
         flat = self._flat(classes)
         if not flat and not full:
-            raise self._without_files()
+            raise without_samples(self)
         if full == [SAMPLES] and all(Path(name).stem == "grid" for name in flat):
             raise ConfigError(f"{request.key}={root}: launch/generate.py wrote this folder, and its samples are in "
                               f"{SAMPLES}: write {request.key}={root / SAMPLES}")
@@ -93,12 +93,8 @@ class Folders(Layout):
         return sorted(name for name in set(os.listdir(self.root)).difference(classes)
                       if name.lower().endswith(self.request.suffixes) and name[0] != ".")
 
-    def _without_files(self) -> ConfigError:
-        request, names = self.request, os.listdir(self.root)
-        content = f"no {request.noun} in it" if names else "is empty"
-        clips = request.noun == "images" and any((guess_type(name)[0] or "").startswith("video/") for name in names)
-        return ConfigError(f"{request.key}={self.root}: {content}; files ending in {' '.join(request.suffixes)} are "
-                           f"read, in any case{'; data.num_frames=17 reads clips' * clips}")
+    def seen(self) -> Iterator[str]:
+        return walk(Path(self.root), "", ("",))
 
     def read(self, place: Place) -> Path:
         return Path(self.root, place.name)

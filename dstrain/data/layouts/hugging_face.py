@@ -211,8 +211,10 @@ class ParquetTables(Tables):
         first = _first_below(files, cls.suffix, _pattern(root)) if of_images(request) else None
         if first is None:
             return False
-        from dstrain.data.layouts.table_columns import image_columns
-        return bool(image_columns(_arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema, request))
+        from dstrain.data.layouts.table_columns import holds_bytes, image_columns
+        schema = _arrow().ParquetRows(files, first, f"{request.key}={root}: {first}").schema
+        named = root.lower().endswith(cls.suffix) and "path" not in request.columns and holds_bytes(schema)
+        return named or "image" in request.columns or bool(image_columns(schema, request))
 
     def _schema(self, part: str) -> Any:
         return _arrow().ParquetRows(self.files, part, self._where(part)).schema

@@ -94,8 +94,11 @@ class TableList(Layout):
         if not self.request.captions:
             columns["caption"] = []
         if not columns["path"]:
+            if not table.columns():
+                raise ConfigError(f"{table.where} is empty: write a first line with the names of columns, as file_name,"
+                                  f"label, then a line for each of the {self.request.noun}")
             raise ConfigError(f"{table.where} has no column with the paths of {self.request.noun}, only "
-                              f"{few(table.columns(), _NAMED) or 'nothing'}: name it, data.columns={{path: NAME}}")
+                              f"{few(table.columns(), _NAMED)}: name it, data.columns={{path: NAME}}")
         return columns
 
     def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:

@@ -75,11 +75,12 @@ class Lmdbs(Layout):
                         file.seek(offset)
                         begins_well.append(file.read(4).startswith(_BEGINNINGS))
                         if len(begins_well) == _TRIED and not any(begins_well):
-                            raise ConfigError("its values are no encoded images, as LSUN's are: convert it to a folder")
+                            raise ConfigError("its values are no encoded images, as LSUN's are")
                     name = key.decode("utf-8", "backslashreplace")
                     yield Sample(Place(f"{folder}{name}", number, offset, size), self.label(label, name))
         except ConfigError as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}") from None
+            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it "
+                              "anew, or give a folder of images") from None
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:

@@ -93,7 +93,8 @@ class Npz(Layout):
                 with self.files.open(self.name) as file:
                     yield file
             except ConfigError as error:
-                raise ConfigError(f"{self.request.key}={self.root}: {self.name} cannot be read: {error}") from None
+                raise ConfigError(f"{self.request.key}={self.root}: {self.name} cannot be read: {error}; write it with "
+                                  "numpy.savez(FILE, arr_0=images, arr_1=labels)") from None
 
 
 def _arrays(file: BinaryIO) -> dict[str, Member]:
@@ -149,5 +150,5 @@ def _header(file: BinaryIO, member: Member) -> _Array:
     size = header.tell() + math.prod(shape) * dtype.itemsize
     if dtype.hasobject or fortran or min(shape, default=0) < 0 or size != member.size:
         raise ConfigError(f"its {member.name[:100]} is damaged, or holds Python objects, or is stored by columns: "
-                          "write it anew with numpy.savez, as numbers and by rows (numpy.ascontiguousarray)")
+                          "it must hold numbers by rows (numpy.ascontiguousarray)")
     return _Array(member, shape, dtype, header.tell())

@@ -69,6 +69,11 @@ def image_columns(schema: pa.Schema, request: Request) -> list[str]:
     return marked or named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
+def holds_bytes(schema: pa.Schema) -> bool:
+    """Whether a column holds bytes, which may be images under another name."""
+    return any(_holds_bytes(field.type) for field in schema)
+
+
 def _holds_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and _holds_bytes(kind.field("bytes").type)

@@ -20,6 +20,7 @@ from dstrain.data.files import Files
 from dstrain.data.folder import listing
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.layouts.beside import in_json, in_text
+from dstrain.data.stores import Missing
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -93,6 +94,11 @@ class Tars(Layout):
             label = self.label(sample.get("cls", sample.get("label")), key)
             yield Sample(Place(f"{part}/{key}", 0, *sample["place"]), label, captions)
 
+    def seen(self) -> Iterator[str]:
+        for part in self.parts():
+            with self.files.open(part) as file, tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
+                yield from (f"{part}/{member.name}" for member in archive if member.isreg())
+
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
             raise ConfigError(f"its header says {place.size} bytes, above the cap of {MAX_BYTES}")
@@ -124,7 +130,7 @@ class Tars(Layout):
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):     # which tarfile takes for an end
                     raise tarfile.ReadError("it is cut off: no block of zeros ends it")
-        except NotRead:
+        except (NotRead, Missing):
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
             raise ConfigError(f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "

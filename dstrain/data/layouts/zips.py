@@ -13,6 +13,7 @@ from dstrain.data.folder import few, listing
 from dstrain.data.labels import LABELS, MOST_BYTES, is_split, parsed_labels
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
 from dstrain.data.layouts.tars import MAX_BYTES
+from dstrain.data.stores import Missing
 from dstrain.data.zipped import DEFLATED, Members, STORED, directory, payload
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -41,6 +42,8 @@ class Zips(Layout):
             with listing(self.root, self.request.key):
                 members, labels, top = self._members(part)
             members.require_apart()
+        except Missing:
+            raise
         except ConfigError as error:
             raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
         names = [name[len(top):] for name in members.names]
@@ -60,19 +63,22 @@ class Zips(Layout):
             name = names[place]
             yield Sample(Place(name, 0, members.offsets[place], members.packed[place]), self.label(by_name(name), name))
 
+    def seen(self) -> Iterator[str]:
+        with self.files.open(self.name) as file:
+            yield from (f"{self.name}/{member.name}" for member in directory(file))
+
     def read(self, place: Place) -> bytes:
         return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
-        members, tables, top, arrays = Members(), [], None, False
+        members, tables, top = Members(), [], None
         with self.files.open(part) as file:
             for member in directory(file):
                 folders = member.name.split("/")
                 if any(not folder or folder[0] == "." for folder in folders) or folders[0] == "__MACOSX":
                     continue
                 is_table = folders[-1] == LABELS
-                arrays = arrays or member.name.endswith(".npy")
                 if not is_table and not member.name.lower().endswith(self.request.suffixes):
                     continue
                 if member.encrypted or member.method not in (STORED, DEFLATED):
@@ -84,11 +90,8 @@ class Zips(Layout):
                 folder = member.name[:member.name.rfind("/") + 1]
                 top = folder if top is None else _common(top, folder)
                 members.add(member)
-        if top is None:
-            remedy = ("; latents of EDM2's dataset_tool.py are taken over by launch/encode.py --from-latents FILE "
-                      "--first-stage PATH --out DIR") if arrays else ""
-            raise ConfigError(f"it holds no {self.request.noun}; files ending in {' '.join(self.request.suffixes)} are "
-                              f"read{remedy}")
+        if top is None:                                                # which is refused in the end
+            return members, None, ""
         top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
         labels = None
         for table in tables:

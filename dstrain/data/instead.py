@@ -1,0 +1,49 @@
+"""What data without samples hold instead, and what would make them work: the end of a refusal."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from os.path import splitext
+
+from dstrain.data.layouts.base import Layout
+from dstrain.recipe import ConfigError
+
+_LOOKED = 1000                             # files by which data are judged
+_REMEDIES = (                              # suffixes of files that are no samples as they lie there, and the remedy
+    ((".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
+     "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
+    ((".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng"),
+     "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
+    ((".npy", ".safetensors"),
+     "latents that others have cached are taken over by launch/encode.py --from-latents {root} --first-stage PATH "
+     "--out DIR; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)"),
+    ((".parquet",), "name its column of encoded images, data.columns={{image: NAME}}, or, where it is a list of paths, "
+     "write {key}={root}/{name}"),
+    ((".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
+     "name the file, {key}={root}/{name}; data.mixture='[{{path: A}}, {{path: B}}]' takes several"),
+    ((".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it first"))
+_UNKNOWN = "launch/data.md has all forms that are read, such as a folder of {noun}"
+
+
+def without_samples(layout: Layout) -> ConfigError:
+    """The refusal of data in which there is no sample."""
+    request = layout.request
+    noun, where = request.noun, f"{request.key}={layout.root}"
+    if left_out := layout.notes.get("uncaptioned", 0):
+        return ConfigError(f"{where}: none of its {left_out:,} {noun} has a caption: write X.txt beside X.png, in tars "
+                           "too, or leave out what asks for captions")
+    counts, first, names = Counter(), {}, layout.seen()
+    for name in islice(names, _LOOKED):
+        suffix = splitext(name)[1].lower()
+        counts[suffix] += 1
+        first.setdefault(suffix, name)
+    if not counts:
+        return ConfigError(f"{where}: no {noun} in it, and no other file: put {noun} into it, or name other data")
+    known = {suffix: remedy for suffixes, remedy in _REMEDIES for suffix in suffixes
+             if suffix not in request.suffixes}
+    suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
+    name, more = first[suffix], counts[suffix] - 1
+    others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
+    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name, noun=noun)
+    return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
+                       f"It holds {name}{others}: {remedy}")
