@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain import systems
-from dstrain.costs.counts import Counts, Layout
+from dstrain.costs.counts import Collective, Counts, Layout
 from dstrain.costs.states import states, whole
 from dstrain.costs.step import Measured, build, counted_step, measure
 from dstrain.engine.activations import Fused
@@ -19,7 +19,7 @@ from dstrain.track.flops import step_flops
 # At stage 3 DeepSpeed cuts each weight into as many tensors as there are ranks, in Python: a step of 1,024 ranks would
 # take minutes. Above this many a step is taken by so few, and what a rank keeps is counted at the true number.
 _RANKS = 8
-_MICRO_BATCHES = 3           # of a step that is taken whole; with more, each further one exchanges what the third does
+_MICRO_BATCHES = 3           # of a step that is taken whole; with more, each further one does what the second does
 
 
 def count_here(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
@@ -45,10 +45,8 @@ def pretended(run: Run, settings: dict[str, Any], system: System, world: int, de
     """A step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
-        # The last first: its first step makes the system's tables, which are kept and count.
-        (last, own), (before, _) = (pretended(run, _accumulating(settings, number), system, world, device)
-                                    for number in (_MICRO_BATCHES, _MICRO_BATCHES - 1))
-        return _extended(before, last, accumulation - _MICRO_BATCHES), own
+        measured, own = pretended(run, _accumulating(settings, _MICRO_BATCHES), system, world, device)
+        return _extended(measured, accumulation - _MICRO_BATCHES), own
     # Whole groups that share a second copy of the weights, and two at least.
     sharing = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     few = min(world, sharing * max(2, _RANKS // sharing)) if stage(settings) == 3 else world
@@ -70,17 +68,19 @@ def _accumulating(settings: dict[str, Any], number: int) -> dict[str, Any]:
     return {**settings, "gradient_accumulation_steps": number, "train_batch_size": share * number}
 
 
-def _extended(before: Measured, last: Measured, more: int) -> Measured:
-    """A step of `more` micro-batches more than `last`, which has one more than `before`. Its peak is that of `last`."""
-    def along(first: float, second: float) -> float:
-        return second + more * (second - first)
-
-    fewer = {(each.operation, each.ranks): each for each in before.collectives}
+def _extended(measured: Measured, more: int) -> Measured:
+    """A step of `more` micro-batches more, each as the last but one. Peaks stay."""
+    (before, again), (after, again_after) = measured.begun[-2:]
+    known = {(each.operation, each.ranks): each for each in before}
+    middle = {(each.operation, each.ranks): each for each in after}
     collectives = []
-    for each in last.collectives:
-        other = fewer.get((each.operation, each.ranks), replace(each, count=0, bytes=0))
-        collectives.append(replace(each, count=along(other.count, each.count), bytes=along(other.bytes, each.bytes)))
-    return replace(last, collectives=tuple(collectives), recomputed=along(before.recomputed, last.recomputed))
+    for each in measured.collectives:
+        none = replace(each, count=0, bytes=0)
+        first, second = (side.get((each.operation, each.ranks), none) for side in (known, middle))
+        collectives.append(replace(each, count=each.count + more * (second.count - first.count),
+                                   bytes=each.bytes + more * (second.bytes - first.bytes)))
+    recomputed = measured.recomputed + more * (again_after - again)
+    return replace(measured, collectives=tuple(collectives), recomputed=recomputed)
 
 
 def _require_countable(settings: dict[str, Any]) -> None:
@@ -105,8 +105,11 @@ def _spread(measured: Measured, kept: dict[str, int], few: int, world: int) -> M
                  for kind, size in kinds.items()}
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
-    # Muon's all_to_all hands on what a rank owns; others exchange the whole.
-    collectives = tuple(replace(each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)),
-                                ranks=world) if each.ranks == few else each for each in measured.collectives)
+    def sent(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        # Muon's all_to_all hands on what a rank owns; others exchange the whole.
+        return tuple(replace(each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)),
+                             ranks=world) if each.ranks == few else each for each in collectives)
+
     return Measured(shared(measured.kept, 1), shared(measured.passes, 1), shared(measured.update, smaller),
-                    collectives, measured.recomputed)
+                    sent(measured.collectives), measured.recomputed,
+                    [(sent(collectives), again) for collectives, again in measured.begun])

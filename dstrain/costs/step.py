@@ -5,7 +5,7 @@ The steps are the loop's own, with the run's engines and averages, whether these
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -37,6 +37,7 @@ class Measured:
     kept        between steps
     passes      when most bytes are alive in the forward and backward passes
     update      when most are in the optimizer's steps
+    begun       what was exchanged, and computed again, before each micro-batch
     """
 
     kept: dict[str, int]
@@ -44,6 +45,7 @@ class Measured:
     update: dict[str, int]
     collectives: tuple[Collective, ...]
     recomputed: float
+    begun: list[tuple[tuple[Collective, ...], float]] = field(default_factory=list)
 
 
 def measure(run: Run, settings: dict[str, Any], system: System,
@@ -59,10 +61,12 @@ def measure(run: Run, settings: dict[str, Any], system: System,
         watch.mark((tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())),
                    "frozen")
         updates: list[int] = []                                   # where they begin and end, in turn
-        _label(watch, system, engines, updates)
+        begun: list[tuple[tuple[Collective, ...], float]] = []
+        _label(watch, system, engines, updates, begun)
         last = counted_step(run, system)
         for number in range(last - _WARM[stage(settings)], last + 1):
             _settle(watch, engines, ema)
+            begun.clear()
             begin = watch.now
             with watch.making("activations"):
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
@@ -73,7 +77,7 @@ def measure(run: Run, settings: dict[str, Any], system: System,
         moments = [begin, *updates, watch.now]
         spans = list(zip(moments, moments[1:]))                   # passes, update, passes, ..., averages, nothing
         result = Measured(dict(watch.alive(begin)), dict(watch.peak(spans[::2])), dict(watch.peak(spans[1::2])),
-                          watch.collectives(), watch.recomputed)
+                          watch.collectives(), watch.recomputed, begun)
     return result, engines, ema
 
 
@@ -93,9 +97,18 @@ def build(run: Run, settings: dict[str, Any], system: System,
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
-def _label(watch: Watch, system: System, engines: Engines, updates: list[int]) -> None:
-    """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends."""
-    around(system, "encode", lambda: watch.making("inputs"))
+def _label(watch: Watch, system: System, engines: Engines, updates: list[int],
+           begun: list[tuple[tuple[Collective, ...], float]]) -> None:
+    """Has the watch know what is made for which purpose. `updates` gets where each optimizer's step begins and ends,
+    `begun` what has been done before each micro-batch.
+    """
+    @contextmanager
+    def encoding() -> Iterator[None]:
+        begun.append((watch.so_far(), watch.recomputed))
+        with watch.making("inputs"):
+            yield
+
+    around(system, "encode", encoding)
     around(engines, "learn", lambda: watch.making("working"))
     system.observe = lambda rows: None                            # it would read values
 

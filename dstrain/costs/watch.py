@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,13 +49,15 @@ class Watch(TorchDispatchMode):
         self._bytes: Counter[tuple[str, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device                                 # asked more often than anything else is done
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif self.kind == "working" and _computes_again():
             self.recomputed += operations(func, args, kwargs or {}, out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":     # is_meta would be an operation, too
                 self.see(tensor)
         return out
 
@@ -125,8 +128,12 @@ class Watch(TorchDispatchMode):
 
     def collectives(self) -> tuple[Collective, ...]:
         """What went between ranks since the last call."""
-        found = tuple(Collective(operation, calls, self._bytes[operation, ranks], ranks)
-                      for (operation, ranks), calls in sorted(self._calls.items()) if ranks > 1 and calls)
+        found = self.so_far()
         self._calls.clear()
         self._bytes.clear()
         return found
+
+    def so_far(self) -> tuple[Collective, ...]:
+        """The same, and the count goes on."""
+        return tuple(Collective(operation, calls, self._bytes[operation, ranks], ranks)
+                     for (operation, ranks), calls in sorted(self._calls.items()) if ranks > 1 and calls)

@@ -5,25 +5,28 @@ import json
 import pytest
 
 from tests.costs import check_costs
-from tests.costs.check_costs import configurations
+from tests.costs.check_costs import EVERY, STAGES as SOME, configurations
 
-WORLDS = (1, 2, 4)
 STATES = ("weights", "persistent", "masters", "moments", "gradients", "average", "staging")
-ALL = [f"{world} {case} {stage}" for world in WORLDS for case, stage in configurations(world)]
+ALL = [f"{world} {case} {stage}" for world in SOME for case, stage in configurations(SOME[world])]
+
+
+def both(on_ranks, in_fork, folder, stages):
+    """Of each configuration what is real and what is counted."""
+    from diffusers import AutoencoderKL  # noqa: F401  the forks need it: once for all of them
+    for world in stages:
+        on_ranks(world, check_costs.real, folder, world, stages[world])
+    in_fork(check_costs.counted, folder, stages)
+    counted = json.loads((folder / "counted.json").read_text())
+    real = {f"{world} {name}": found for world in stages
+            for name, found in json.loads((folder / f"real {world}.json").read_text()).items()}
+    assert real.keys() == counted.keys()
+    return {name: (real[name], counted[name]) for name in real}
 
 
 @pytest.fixture(scope="module")
 def figures(on_ranks, in_fork, tmp_path_factory):
-    """Of each configuration what is real and what is counted."""
-    folder = tmp_path_factory.mktemp("costs")
-    for world in WORLDS:
-        on_ranks(world, check_costs.real, folder, world)
-    in_fork(check_costs.counted, folder, WORLDS)
-    counted = json.loads((folder / "counted.json").read_text())
-    real = {f"{world} {name}": found for world in WORLDS
-            for name, found in json.loads((folder / f"real {world}.json").read_text()).items()}
-    assert real.keys() == counted.keys()
-    return {name: (real[name], counted[name]) for name in real}
+    return both(on_ranks, in_fork, tmp_path_factory.mktemp("costs"), SOME)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -43,7 +46,7 @@ def test_peak(figures, name):
     """Oracle: the most bytes that are alive in the real command."""
     real, counted = figures[name]
     peak = max(sum(counted[when].values()) for when in ("passes", "update"))
-    assert peak == pytest.approx(real["live"], rel=0.03)
+    assert peak == pytest.approx(real["live"], rel=0.04)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -66,6 +69,18 @@ def test_states_without_a_count(figures, name):
                (counted["states"], real["kept"], real["passes"])]
     summed = "summed" in name or name[-1] == "3"             # else a gradient ends when it is reduced
     assert not summed or waiting[0] == pytest.approx(max(waiting[1:]), rel=0.1)
+
+
+@pytest.mark.faults
+def test_every_stage_on_every_number_of_ranks(on_ranks, in_fork, tmp_path):
+    """Oracle: as above, for a DiT, a VAE with its adversary and Phenaki at stages 0 to 3 on 1, 2 and 4 ranks."""
+    found = both(on_ranks, in_fork, tmp_path, EVERY)
+    assert len(found) == 3 * 4 * 3
+    for name in found:
+        test_bytes_between_steps(found, name)
+        test_peak(found, name)
+        test_exchanges(found, name)
+        test_states_without_a_count(found, name)
 
 
 def test_computed_again(figures):
