@@ -75,7 +75,7 @@ def _report(error: Exception) -> None:
     rank = place().rank
     if rank:
         # Mostly rank 0 reports the same, and its end ends this rank. A fault of this machine alone is reported here.
-        time.sleep(3)
+        time.sleep(6)
     lines = getattr(error, "problems", [str(error)])
     where = f" [rank {rank}]" if rank else ""
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
