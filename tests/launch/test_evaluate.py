@@ -183,7 +183,7 @@ WRONG = {
     "too little held out": (["{few}"], "leaves no image of 20 for the held_out split"),
     "missing data": (["{run}", "--data", "{strange}/x"],
                      "--data {strange}/x: does not exist; give a folder of images\n"),
-    "empty data": (["{run}", "--data", "{strange}"], "--data {strange}: is empty"),
+    "empty data": (["{run}", "--data", "{strange}"], "--data {strange}: no images in it, and no other file"),
     "built-in data": (["{run}", "--data", "builtin:fashion"], "name a folder of images"),
     "data and split": (["{run}", "--data", "{small}", "--split", "train"], "leave out --split train"),
     "other size": (["{run}", "--data", "{small}"], "holds images of 16 pixels, data.image_size is 32"),
