@@ -61,7 +61,6 @@ CASES = [
     Case("shard of one rank, EIO on all writes", "write", "denoiser-00001", EIO, 2, 0),
     Case("shard, ESTALE on one open", "open", SHARD, ESTALE, 2),
     Case("shard, EIO on one fsync", "fsync", SHARD, EIO, 2),
-    Case("shard, EIO on reading it back", "read", SHARD, EIO, 2),
     Case("shard, short writes", "write", SHARD, "short", 0, 0),
     Case("shard, EINTR on writes", "write", SHARD, EINTR, 1, 30),
     Case("shard, slow fsync", "fsync", SHARD, "slow5000", 1),
