@@ -14,7 +14,7 @@ from dstrain.costs.chips import Chip
 from dstrain.costs.count import count
 from dstrain.costs.counts import Layout
 from dstrain.costs.estimate import CONTEXT, Estimate
-from dstrain.engine.settings import resolve, stage as stage_of
+from dstrain.engine.settings import offload as where, resolve, stage as stage_of
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, Run
 
@@ -38,6 +38,7 @@ class Case:
         settings = resolve(self.ds_config, self.run, self.layout.world, "cuda")
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
         work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"
+        work += "".join(f", {name}" for name in _OFFLOADS[-1] if where(settings, name) != "none")
         print(f"{work} ...", file=sys.stderr, flush=True)
         phases().at(work)
         return Estimate(self.run, settings, self.layout, self.chip, count(self.run, settings, self.layout))
