@@ -74,7 +74,8 @@ def _run_main(main: Callable[[], None]) -> None:
 def _report(error: Exception) -> None:
     rank = place().rank
     if rank:
-        # Mostly rank 0 reports the same, and its end ends this rank. A fault of this machine alone is reported here.
+        # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
+        # core. A fault of this machine alone is reported here.
         time.sleep(6)
     lines = getattr(error, "problems", [str(error)])
     where = f" [rank {rank}]" if rank else ""
