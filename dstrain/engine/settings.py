@@ -10,12 +10,12 @@ import copy
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
+from dstrain.engine import cpu
 from dstrain.engine.schema import refusals, unsupported
 from dstrain.recipe import ConfigError, Run, divisors, nearby
 
@@ -31,9 +31,6 @@ _DEFAULTS = {
 # Decides "auto" of the Hugging Face configurations; buckets as in ds_configs/.
 _AUTO_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
               "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
-
-# Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
-_EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 def resolve(ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str,
@@ -127,22 +124,9 @@ def remarks(settings: Settings, device_type: str) -> list[str]:
     if wide and offloads_optimizer(settings) and stage(settings) < 3:
         lines.append("gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
                      f'of it, write "data_types": {{"grad_accum_dtype": "{precision(settings)}"}}')
-    if bf16 and device_type == "cpu" and not _multiplies_bf16():
+    if bf16 and device_type == "cpu" and not cpu.multiplies_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     return lines
-
-
-def _multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bf16, and oneDNN may use them.
-
-    A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread
-    of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
-    """
-    import torch
-    if os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper() in _EMULATING:
-        return False
-    native = (getattr(torch.cpu, f"_is_{name}_supported", lambda: False) for name in ("avx512_bf16", "amx_tile"))
-    return any(check() for check in native) or os.uname().machine in ("aarch64", "arm64")
 
 
 def _read(path: Path) -> Settings:
@@ -225,7 +209,7 @@ def _automatic(settings: Settings, device_type: str, before: Settings | None) ->
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (precision(before) == "bf16" if before else
-                                       device_type == "cuda" or _multiplies_bf16())
+                                       device_type == "cuda" or cpu.multiplies_bf16())
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine import optimizers
+from dstrain.engine import cpu, optimizers
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.optimizers import ADAM, Lion, Muon
 from dstrain.recipe import Run
@@ -109,9 +109,13 @@ def test_lion(scale):
     assert optimizer.state[weight]["step"] == 5 and torch.equal(still, torch.ones(3)) and still not in optimizer.state
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("shape", [(3, 8), (8, 3), (6, 6), (1, 5)])
-def test_what_is_nearly_orthogonal(shape):
-    """Oracle: torch.linalg.svd: singular values of the result lie between 0.6 and 1.3, and the vectors stay."""
+def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
+    """Oracle: torch.linalg.svd: singular values of the result lie between 0.6 and 1.3, and the vectors stay, in bf16
+    and where a CPU without it computes in fp32.
+    """
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     found = optimizers.orthogonal(matrix.bfloat16()).float()

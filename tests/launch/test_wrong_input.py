@@ -193,9 +193,9 @@ def test_a_resumed_run_may_not_become_another(folder, monkeypatch, capsys):
 def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     """Oracle: the ds_config.json in the run's folder, on a CPU whose default is another precision."""
     from dstrain.command import cli
-    from dstrain.engine import settings
+    from dstrain.engine import cpu, settings
     from dstrain.runs import folders
-    monkeypatch.setattr(settings, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
     words = ["folder=run", "--allow-change"]                              # the data are not asked about
     precision = lambda *more: settings.precision(cli.prepare(cli.train_arguments(ROOT, [*words, *more])).settings)
     job = cli.prepare(cli.train_arguments(ROOT, ["folder=run"]))
