@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -88,6 +89,11 @@ def imports(module: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, inner if inner in MODULES or node.module == "dstrain" else node.module
 
 
+@cache
+def imports_of(path: str) -> list[tuple[int, str]]:
+    return list(imports(tree(path)))
+
+
 def within(name: str, folder: str) -> bool:
     """Whether a dotted name is `folder` or lies in it; * stands for one word."""
     words, pattern = name.split("."), folder.split(".")
@@ -126,14 +132,14 @@ def refused(module: str, imported: str) -> bool:
 @pytest.mark.parametrize("path", FILES)
 def test_imports_point_downwards(path):
     """Oracle: the table of rooms above, in which every room imports rooms below it."""
-    wrong = [f"{path}:{line} imports {found}" for line, found in imports(tree(path)) if refused(name_of(path), found)]
+    wrong = [f"{path}:{line} imports {found}" for line, found in imports_of(path) if refused(name_of(path), found)]
     assert not wrong
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.endswith("/pipeline.py")])
 def test_pipelines_of_exports_stand_alone(path):
     """Oracle: what a reader of an export has: Python's own modules, torch and diffusers, and no dstrain."""
-    assert {found.split(".")[0] for _, found in imports(tree(path))} <= {"torch", "diffusers", *sys.stdlib_module_names}
+    assert {found.split(".")[0] for _, found in imports_of(path)} <= {"torch", "diffusers", *sys.stdlib_module_names}
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -154,7 +160,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_circles():
     """Oracle: the graph of all imports between modules, those within functions included, and a graph with a circle."""
-    edges = {name_of(path): {found for _, found in imports(tree(path)) if found in MODULES} - {name_of(path)}
+    edges = {name_of(path): {found for _, found in imports_of(path) if found in MODULES} - {name_of(path)}
              for path in FILES}
     assert circles(edges) == []
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"], ["c", "b", "c"]]
@@ -163,7 +169,7 @@ def test_no_circles():
 @pytest.mark.parametrize("path", FILES)
 def test_libraries_with_an_owner(path):
     """Oracle: the third invariant of design section 2: DeepSpeed stands in engine/ alone, and so on."""
-    wrong = [f"{path}:{line} imports {found}" for line, found in imports(tree(path))
+    wrong = [f"{path}:{line} imports {found}" for line, found in imports_of(path)
              for library, owners in OWNERS.items() if within(found, library)
              and not any(within(name_of(path), owner) for owner in owners)]
     assert not wrong
