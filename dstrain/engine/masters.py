@@ -137,9 +137,10 @@ class Masters(Updates):
 
     def views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """Each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
+        lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
-            if flats[number] is not None:
-                yield fragment, flats[number].detach().view(-1).narrow(0, offset, fragment.numel)
+            if lines[number] is not None:
+                yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """`views`, each element of the network on one rank only: what this rank writes into a checkpoint."""

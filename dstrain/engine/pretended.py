@@ -41,7 +41,9 @@ def first_of(world: int) -> Iterator[None]:
     adam.DeepSpeedCPUAdam.step = _first_step
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
         create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
-    linear = nn.functional.linear
+    linear, asked = nn.functional.linear, torch.cuda.is_available
+    found = asked()
+    torch.cuda.is_available = lambda: found       # fake tensors ask at each operation, and each answer loads a library
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
@@ -53,6 +55,7 @@ def first_of(world: int) -> Iterator[None]:
         for name, value in vars(groups).items():                  # groups that it has made, beside its functions
             if name.endswith("_GROUP") and value is not None:
                 setattr(groups, name, {} if isinstance(value, dict) else None)
+        torch.cuda.is_available = asked
         nn.functional.linear = linear                             # ZeRO-3 puts its own in this place
         group.forget()
 
