@@ -4,7 +4,8 @@ Which samples a bucket has is worked out once, by rank 0, from what sizes.py rea
 in a file that all ranks and workers map, so that none of them holds a list:
 
     buckets-KEY/index.json      sealed: how many samples each bucket has, and how many are left out or enlarged
-    buckets-KEY/members.bin     the places of the samples in the source, bucket after bucket; in each in their order
+    buckets-KEY/members.bin, .sums
+                                the places of the samples in the source, bucket after bucket; in each in their order
 """
 
 import os
@@ -26,6 +27,7 @@ from dstrain.data.indexed import Indexed
 from dstrain.data.sizes import frame_counts, pixel_sizes
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.spread import View
+from dstrain.data.verified import Verified, write_sums
 from dstrain.data.videos import Mixed, Videos
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -40,11 +42,12 @@ class _Members:
 
     path: Path | None = None
     dtype: str = "int64"
-    array: np.ndarray | None = field(default=None, repr=False)
+    size: int = 0                              # bytes of the file
+    array: np.ndarray | Verified | None = field(default=None, repr=False)
 
-    def at(self, index: int | Tensor) -> Any:
+    def at(self, index: int) -> Any:
         if self.array is None:
-            self.array = np.memmap(self.path, self.dtype, "r")
+            self.array = Verified(self.path, self.dtype, self.size)
         return self.array[index]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +85,7 @@ class Bucketed(View):
         return self.ends[-1]
 
     def place(self, index: int | Tensor) -> int | Tensor:
-        return int(self.members.at(index))
+        return int(self.members.at(int(index)))
 
     def shape(self, index: int) -> Any:
         """The entry of `shapes` that a sample belongs to."""
@@ -199,14 +202,21 @@ def _sorted(source: Bucketed, table: np.ndarray, folder: Path | None) -> tuple[d
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
             header = _written(source, table, folder, dtype)
-    return header, _Members(folder / "members.bin", dtype)
+    return header, _Members(folder / "members.bin", dtype, _size(header, dtype))
 
 
 def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
     """What stands in the folder; None: it is not there, or damaged."""
-    header, path = read_sealed(folder / HEADER), folder / "members.bin"
-    size = header and max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
-    return header if header and path.is_file() and path.stat().st_size == size else None
+    header = read_sealed(folder / HEADER)
+    try:
+        return header and Verified(folder / "members.bin", dtype, _size(header, dtype)) and header
+    except (OSError, ValueError):
+        return None
+
+
+def _size(header: dict[str, Any], dtype: str) -> int:
+    """Bytes of members.bin: an empty file cannot be mapped."""
+    return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
 def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> dict[str, Any]:
@@ -216,9 +226,10 @@ def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> d
     try:
         buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
         header = _chosen(buckets, source, table)
-        count = max(sum(header["counts"]), 1)                  # an empty file cannot be mapped
-        members = np.memmap(building / "members.bin", dtype, "w+", shape=(count,))
+        number = _size(header, dtype) // np.dtype(dtype).itemsize
+        members = np.memmap(building / "members.bin", dtype, "w+", shape=(number,))
         _filled(members, buckets, header["counts"]).flush()
+        write_sums(building / "members.bin", members)
         (building / "by_sample.bin").unlink()
         atomic.write(building / HEADER, sealed.render(header))
         if _whole(folder, dtype) is None:
