@@ -138,7 +138,7 @@ def _images(options: EncodeOptions, stage: FirstStage, path: str, size: int, sha
 def _clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
     """Videos, cut as a run has cut its own; with the images that are mixed into them, where these are the run's own."""
     changes = {"path": path, "mixture": None, "held_out": share, "held_out_path": held_out_path, "flip": False,
-               "codes": None}
+               "codes": None, "buckets": None}         # codes have one shape: shorter clips are filled up
     if options.data is not None:
         changes |= {"images": None, "captions": None}
     changes |= {name: value for name in ("image_size", "captions") if (value := getattr(options, name)) is not None}

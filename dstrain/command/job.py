@@ -76,11 +76,16 @@ def checked(run: Run) -> tuple[Run, list[str]]:
         schema = systems.config_class(run.system)
         run = run.model_copy(update={"data": completed(run.data)})
         require_kind(run.data, run.system, schema.learns_from, systems.learners)
+        if run.data.durations and not schema.learns_durations:
+            raise ConfigError(f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
+                              "system=phenaki.tokenizer")
         run = recipe.check(run, schema)
         config = systems.config(run.system, run.model)
+        fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
+        if not run.data.durations:
+            fields["buckets"] = "sizes"
         problems += [f"data.{entry}: {run.system} has no use for it: leave it out, or choose system=dit"
-                     for entry, field in (("buckets", "sizes"), ("size_conditions", "size_conditions"),
-                                          ("embeddings", "embedding_dim"))
+                     for entry, field in fields.items()
                      if getattr(run.data, entry) and field not in schema.model_fields]
         labels, classes = run.samples.labels or (), config.num_labels
         if unknown := [label for label in labels if classes is not None and label >= classes]:

@@ -1,14 +1,16 @@
-"""Images by bucket: the images of a source, sorted by the bucket that each belongs to, and cut to its shape.
+"""Images and clips by bucket: the samples of a source, sorted by the bucket that each belongs to, and cut to its shape.
 
-Which samples a bucket has is worked out once, by rank 0, from the pixel sizes of sizes.py. Beside an index on a disk it
-is kept in a file that all ranks and workers map, so that none of them holds a list:
+Which samples a bucket has is worked out once, by rank 0, from what sizes.py reads. Beside an index on a disk it is kept
+in a file that all ranks and workers map, so that none of them holds a list:
 
     buckets-KEY/index.json      sealed: how many samples each bucket has, and how many are left out or enlarged
-    buckets-KEY/members.bin     the places of the samples in the source, bucket after bucket; in each in their order
+    buckets-KEY/members.bin, .sums
+                                the places of the samples in the source, bucket after bucket; in each in their order
 """
 
 import os
 import shutil
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,9 +23,12 @@ from dstrain.data.buckets import BucketOrder, nearest, upscale
 from dstrain.data.images import Images
 from dstrain.data.index import CHUNK, HEADER, read_sealed
 from dstrain.data.index_build import from_first
-from dstrain.data.sizes import pixel_sizes
+from dstrain.data.indexed import Indexed
+from dstrain.data.sizes import frame_counts, pixel_sizes
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.spread import View
+from dstrain.data.verified import Verified, write_sums
+from dstrain.data.videos import Mixed, Videos
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 from dstrain.recipe.shapes import Shape
@@ -37,11 +42,12 @@ class _Members:
 
     path: Path | None = None
     dtype: str = "int64"
-    array: np.ndarray | None = field(default=None, repr=False)
+    size: int = 0                              # bytes of the file
+    array: np.ndarray | Verified | None = field(default=None, repr=False)
 
-    def at(self, index: int | Tensor) -> Any:
+    def at(self, index: int) -> Any:
         if self.array is None:
-            self.array = np.memmap(self.path, self.dtype, "r")
+            self.array = Verified(self.path, self.dtype, self.size)
         return self.array[index]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,38 +55,40 @@ class _Members:
 
 
 class Bucketed(View):
-    """The images of `whole` by bucket. shapes: of the buckets, (width, height); images that one would enlarge more than
-    `max_upscale` times are left out, None leaves none out.
+    """The samples of `whole` by bucket. shapes: of the buckets; table: what decides (sizes.py); rule: as shapes, what
+    else the choice depends on. Its `header` says how many samples each bucket has, and what `choose` has counted.
 
-    On all ranks together. ConfigError: no image is left.
+    On all ranks together.
     """
 
     ends: tuple[int, ...] = ()                 # behind the last sample of each bucket
 
-    def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
+    def __init__(self, whole: Indexed, shapes: tuple, table: np.ndarray, rule: Any) -> None:
         super().__init__(whole)
         self.chance_name, self.chance_count = whole.chance_name, whole.chance_count
-        self.shapes = shapes
-        sizes, folder = pixel_sizes(whole.layout, whole.index), whole.index.folder
+        self.shapes, self.rule, folder = shapes, rule, whole.index.folder
         if folder is not None:
-            key = [shapes, max_upscale, whole.split, whole.chosen.number, whole.chosen.names]
+            key = [shapes, rule, whole.split, whole.chosen.number, whole.chosen.names]
             folder = folder / f"buckets-{blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
-        header, self.members = from_first(lambda: _sorted(whole, sizes, shapes, max_upscale, folder))
-        self.counts, self.left_out = tuple(header["counts"]), header["left_out"]
-        self.enlarged, self.most = header["enlarged"], header["most"]
-        if not sum(self.counts):
-            raise ConfigError(f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
-                              f"more often, up to {self.most:.1f} times: give smaller data.buckets")
+        self.header, self.members = from_first(lambda: _sorted(self, table, folder))
+        self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
+
+    @abstractmethod
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """The buckets int64 (n,) of samples by their rows of the table, and which are left out, bool (n,) or None.
+
+        What is to be known of them is counted in `header`, which is empty before the first block.
+        """
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def place(self, index: int | Tensor) -> int | Tensor:
-        return int(self.members.at(index))
+        return int(self.members.at(int(index)))
 
-    def shape(self, index: int) -> Shape:
-        """Width and height of a sample."""
+    def shape(self, index: int) -> Any:
+        """The entry of `shapes` that a sample belongs to."""
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
@@ -104,49 +112,124 @@ class Bucketed(View):
     def describe(self) -> str:
         full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]
         (least, small), (most, large) = min(full), max(full)
-        sides = "{} x {}".format
-        words = [self.whole.describe(), f"in {len(full)} of {len(self.shapes)} buckets of {least:,} ({sides(*small)}) "
-                 f"to {most:,} ({sides(*large)})"]
-        if self.left_out:
-            words.append(f"{self.left_out:,} left out by data.max_upscale")
-        if self.enlarged:
-            words.append(f"{self.enlarged:,} enlarged, up to {self.most:.1f} times (data.max_upscale leaves such out)")
-        return ", ".join(words)
+        return ", ".join([self.whole.describe(), f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
+                          f"({self.shape_words(small)}) to {most:,} ({self.shape_words(large)})", *self.remarks()])
+
+    @abstractmethod
+    def shape_words(self, shape: Any) -> str:
+        """An entry of `shapes`, for people."""
+
+    @abstractmethod
+    def remarks(self) -> list[str]:
+        """What the header has counted, for people."""
 
 
-def _sorted(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_upscale: float | None,
-            folder: Path | None) -> tuple[dict[str, Any], _Members]:
+class Sized(Bucketed):
+    """Images by width and height. Those that a bucket would enlarge more than `max_upscale` times are left out; None
+    leaves none out.
+
+    On all ranks together. ConfigError: no image is left.
+    """
+
+    def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
+        super().__init__(whole, shapes, pixel_sizes(whole.layout, whole.index), max_upscale)
+        if not sum(self.counts):
+            raise ConfigError(f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
+                              f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets")
+
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        targets, max_upscale = np.array(self.shapes), self.rule
+        bucket = nearest(block, self.shapes, max_upscale or 1.0)
+        factor = np.where(block.min(1) > 0, upscale(block, targets[bucket]), 1.0)
+        out = factor > max_upscale if max_upscale else np.zeros(len(block), bool)
+        header["left_out"] = header.get("left_out", 0) + int(out.sum())
+        header["enlarged"] = header.get("enlarged", 0) + int((factor[~out] > 1).sum())
+        header["most"] = max(header.get("most", 1.0), float(factor.max()))
+        return bucket, out
+
+    def shape_words(self, shape: Shape) -> str:
+        return "{} x {}".format(*shape)
+
+    def remarks(self) -> list[str]:
+        left_out, enlarged = self.header["left_out"], self.header["enlarged"]
+        words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
+        return words + ([f"{enlarged:,} enlarged, up to {self.header['most']:.1f} times (data.max_upscale leaves such "
+                         "out)"] if enlarged else [])
+
+
+class Timed(Bucketed):
+    """Clips by how many frames they have: each belongs to the longest bucket that it fills. One that fills none belongs
+    to the shortest, where its last frame is repeated.
+
+    durations: frames of the buckets, which stand from the longest to the shortest, since whoever shows or tries a few
+    samples takes the first. On all ranks together.
+    """
+
+    def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
+        durations = tuple(sorted(durations, reverse=True))
+        super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
+
+    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        frames = self.whole.cut.available(block[:, 0])
+        fills = frames[:, None] >= np.array(self.shapes)                          # (n, buckets), False ... True
+        header["short"] = header.get("short", 0) + int((~fills[:, -1]).sum())
+        return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), None
+
+    def shape_words(self, shape: int) -> str:
+        return f"{shape} frame{'s' * (shape != 1)}"
+
+    def remarks(self) -> list[str]:
+        short, least = self.header["short"], self.shape_words(self.shapes[-1])
+        return [f"{short:,} shorter than {least}: their last frame is repeated"] if short else []
+
+
+def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
+    """Clips in buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
+    if isinstance(source, Mixed):
+        return source.apart(Timed(source.videos, durations))
+    return Timed(source, durations)
+
+
+def _sorted(source: Bucketed, table: np.ndarray, folder: Path | None) -> tuple[dict[str, Any], _Members]:
     """How many samples the buckets have, and their places; written to the folder, or in memory."""
-    dtype = "uint32" if len(whole) < 1 << 32 else "uint64"
+    number = len(source.whole)
+    dtype = "uint32" if number < 1 << 32 else "uint64"
     if folder is None:
-        buckets = np.empty(len(whole), np.uint16)
-        header = _choose(buckets, whole, sizes, shapes, max_upscale)
+        buckets = np.empty(number, np.uint16)
+        header = _chosen(buckets, source, table)
         return header, _Members(array=_filled(np.empty(sum(header["counts"]), dtype), buckets, header["counts"]))
     header = _whole(folder, dtype)
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
-            header = _written(whole, sizes, shapes, max_upscale, folder, dtype)
-    return header, _Members(folder / "members.bin", dtype)
+            header = _written(source, table, folder, dtype)
+    return header, _Members(folder / "members.bin", dtype, _size(header, dtype))
 
 
 def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
     """What stands in the folder; None: it is not there, or damaged."""
-    header, path = read_sealed(folder / HEADER), folder / "members.bin"
-    size = header and max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
-    return header if header and path.is_file() and path.stat().st_size == size else None
+    header = read_sealed(folder / HEADER)
+    try:
+        return header and Verified(folder / "members.bin", dtype, _size(header, dtype)) and header
+    except (OSError, ValueError):
+        return None
 
 
-def _written(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_upscale: float | None, folder: Path,
-             dtype: str) -> dict[str, Any]:
+def _size(header: dict[str, Any], dtype: str) -> int:
+    """Bytes of members.bin: an empty file cannot be mapped."""
+    return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
+
+
+def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> dict[str, Any]:
     """Makes the folder, which is there at once and whole: other commands may be about the same one."""
     building = folder.with_name(f"{folder.name}.{os.getpid()}")
     building.mkdir(parents=True, exist_ok=True)
     try:
-        buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(whole),))
-        header = _choose(buckets, whole, sizes, shapes, max_upscale)
-        count = max(sum(header["counts"]), 1)                  # an empty file cannot be mapped
-        members = np.memmap(building / "members.bin", dtype, "w+", shape=(count,))
+        buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
+        header = _chosen(buckets, source, table)
+        number = _size(header, dtype) // np.dtype(dtype).itemsize
+        members = np.memmap(building / "members.bin", dtype, "w+", shape=(number,))
         _filled(members, buckets, header["counts"]).flush()
+        write_sums(building / "members.bin", members)
         (building / "by_sample.bin").unlink()
         atomic.write(building / HEADER, sealed.render(header))
         if _whole(folder, dtype) is None:
@@ -160,22 +243,14 @@ def _written(whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...], max_up
     return header
 
 
-def _choose(buckets: np.ndarray, whole: Images, sizes: np.ndarray, shapes: tuple[Shape, ...],
-            max_upscale: float | None) -> dict[str, Any]:
+def _chosen(buckets: np.ndarray, source: Bucketed, table: np.ndarray) -> dict[str, Any]:
     """Writes the bucket of each sample, uint16, and counts them."""
-    counts, header = np.zeros(len(shapes), np.int64), {"left_out": 0, "enlarged": 0, "most": 1.0}
-    targets, members = np.array(shapes), whole.chosen.members
-    for start in range(0, len(whole), CHUNK):
-        rows = slice(start, min(start + CHUNK, len(whole)))
-        own = np.asarray(sizes[rows] if members is None else sizes[members[rows]])
-        bucket = nearest(own, shapes, max_upscale or 1.0)
-        factor = np.where(own.min(1) > 0, upscale(own, targets[bucket]), 1.0)
-        out = factor > max_upscale if max_upscale else np.zeros(len(own), bool)
-        buckets[rows] = np.where(out, _OUT, bucket)
-        counts += np.bincount(bucket[~out], minlength=len(shapes))
-        header["left_out"] += int(out.sum())
-        header["enlarged"] += int((factor[~out] > 1).sum())
-        header["most"] = max(header["most"], float(factor.max()))
+    counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
+    for start in range(0, len(buckets), CHUNK):
+        rows = slice(start, min(start + CHUNK, len(buckets)))
+        bucket, out = source.choose(np.asarray(table[rows] if members is None else table[members[rows]]), header)
+        buckets[rows] = bucket if out is None else np.where(out, _OUT, bucket)
+        counts += np.bincount(bucket if out is None else bucket[~out], minlength=len(counts))
     return header | {"counts": counts.tolist()}
 
 

@@ -51,6 +51,10 @@ class Cut:
     stride: int = 1
     still: bool = False
 
+    def available(self, count: int) -> int:
+        """How many frames a clip may have that is cut out of `count`."""
+        return -(-count // self.stride)
+
     def window(self, count: int, chance: float | None = None) -> range:
         """The frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
 
@@ -97,6 +101,17 @@ def _is_picture(file: Path | bytes) -> bool:
     if isinstance(file, Path):
         return file.suffix.lower() in PICTURES
     return file.startswith(_SIGNATURES) or file[:4] == b"RIFF" and file[8:12] == b"WEBP"
+
+
+def count_frames(file: Path | bytes) -> int:
+    """How many frames a video or a picture file has. Raises as `read_clip`."""
+    def count() -> int:
+        if not _is_picture(file):
+            return list_frames(file).count
+        with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
+            return getattr(image, "n_frames", 1) - _skipped(image)
+
+    return with_retries(count)
 
 
 def list_frames(path: Path | bytes) -> Listing:
@@ -200,15 +215,18 @@ def _pixels(frame: Any, cut: Cut) -> Tensor:
 
 def _pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-        count = getattr(image, "n_frames", 1)
-        # An animated PNG may hold one more picture, for viewers that cannot play it.
-        skipped = int(count > 1 and bool(image.info.get("default_image")))
-        frames = []
-        for number in cut.window(count - skipped, chance):
+        skipped = _skipped(image)
+        count, frames = getattr(image, "n_frames", 1) - skipped, []
+        for number in cut.window(count, chance):
             image.seek(number + skipped)
             image.load()
             frames.append(_cropped(image, cut))
-    return frames, Listing(count - skipped)
+    return frames, Listing(count)
+
+
+def _skipped(image: Image.Image) -> int:
+    """1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
+    return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 
 
 def _cropped(image: Image.Image, cut: Cut) -> Tensor:

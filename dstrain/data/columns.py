@@ -13,6 +13,7 @@ from dstrain.data.folder import few
 from dstrain.data.index import CHUNK, COLUMNS, HEADER, Index, VERSION, digests, name_hash
 from dstrain.data.instead import without_samples
 from dstrain.data.layouts.base import Layout, Sample
+from dstrain.data.verified import write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
 
@@ -152,6 +153,8 @@ class Columns:
         (folder / "journal.jsonl").unlink(missing_ok=True)     # with other labels, nobody may go on from here
         if (folder / _RENUMBERED).exists():
             os.replace(folder / _RENUMBERED, folder / "label.bin")
+        for name, column in columns.items():
+            write_sums(folder / f"{name}.bin", column)
         atomic.write(folder / HEADER, sealed.render(header))
         return Index(header, columns, folder)
 

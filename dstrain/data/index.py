@@ -3,6 +3,7 @@
     FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
     FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
     FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
+    FOLDER/COLUMN.sums      checksums, by which all that is read of a column is verified (verified.py)
     FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
 
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
@@ -21,17 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dstrain.data.layouts.base import Place
+from dstrain.data.verified import Verified, write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, write_errors
 
-HEADER, WATCHED, VERSION = "index.json", "watched.json", 2
+HEADER, WATCHED, VERSION = "index.json", "watched.json", 3
 COLUMNS = {                                # name: (type, default); of "ends" the place behind the last byte or entry
     "names": (None, None), "name_ends": (np.uint64, None), "name_hash": (np.uint64, None), "file": (np.int32, 0),
     "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
     "caption_ends": (np.uint64, None),
     "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
-_CHECKED = 1 << 26                         # bytes of an index that is read at each start: a tenth of a second
+_CHECKED = 1 << 29                         # bytes of an index that is read at each start: a tenth of a second
 CHUNK = 1 << 16                            # samples that are worked on at a time
 
 
@@ -39,7 +41,7 @@ class Split(NamedTuple):
     """The samples of one split. members: their places in the index, None for all; counts: samples of each class."""
 
     number: int
-    members: np.ndarray | None
+    members: np.ndarray | Verified | None
     counts: list[int]
     names: str                             # a hash of names and labels
 
@@ -67,24 +69,19 @@ class Index:
         columns: dict[str, Any] = {}
         for name, size in header["columns"].items():
             try:
-                with open(folder / f"{name}.bin", "rb") as file:
-                    if os.fstat(file.fileno()).st_size != size:
-                        return None
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            except OSError:
+                columns[name] = Verified(folder / f"{name}.bin", COLUMNS[name][0], size)
+            except (OSError, ValueError):
                 return None
-            dtype = COLUMNS[name][0]
-            columns[name] = mapped if dtype is None else np.frombuffer(mapped, dtype)
         return cls(header, columns, folder)
 
     def __len__(self) -> int:
         return self.header["number"]
 
     def is_whole(self) -> bool:
-        """Whether names, labels, places and captions are what was written; a large index is not read for that."""
+        """Whether all columns are what was written; a large index is not read for that, but verified as it is used."""
         if sum(self.header["columns"].values()) > _CHECKED:
             return True
-        return digests(self._columns, len(self)) == (self.header["names"], self.header["rest"])
+        return all(column.is_whole() for column in self._columns.values())
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.name_bytes(index))
@@ -145,10 +142,15 @@ class Index:
             raise ConfigError(f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
                               "data.index=FOLDER, a folder that all machines share")
         row = header[split]
-        return Split(row["number"], _mapped(folder / f"{split}.bin", row["dtype"]), row["counts"], row["names"])
+        return Split(row["number"], _members_of(folder, split, row), row["counts"], row["names"])
 
     def has_splits(self, held_out: float) -> bool:
-        return not held_out or self._splits(held_out) is not None
+        """Whether the splits stand on the disk as they were written; large ones are verified as they are used."""
+        header = self._splits(held_out) if held_out else None
+        if header is None or len(self) * np.dtype(header["train"]["dtype"]).itemsize > _CHECKED:
+            return not held_out or header is not None
+        folder = self._split_folder(held_out)
+        return all(_members_of(folder, split, header[split]).is_whole() for split in ("train", "held_out"))
 
     def write_splits(self, held_out: float) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
@@ -183,6 +185,7 @@ class Index:
                 counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
                 split = _counted(self, members, names[name], counts)
                 header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
+                write_sums(folder / f"{name}.bin", members)
                 unseen = split.counts
             atomic.write(folder / HEADER, sealed.render(header))
 
@@ -194,11 +197,10 @@ class Index:
             return None
         rows = {split: header[split] for split in ("train", "held_out")}
         try:
-            whole = all(os.stat(folder / f"{split}.bin").st_size == row["number"] * np.dtype(row["dtype"]).itemsize
-                        for split, row in rows.items())
-        except OSError:
+            number = sum(len(_members_of(folder, split, row)) for split, row in rows.items())
+        except (OSError, ValueError):
             return None
-        return header if whole and sum(row["number"] for row in rows.values()) == len(self) else None
+        return header if number == len(self) else None
 
     def _split_folder(self, held_out: float) -> Path:
         return self.folder / f"held_out-{held_out!r}"
@@ -288,6 +290,11 @@ def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | N
         if len(counts) and known is None:
             counts += np.bincount(labels, minlength=len(counts))
     return Split(len(members), members, counts.tolist() if known is None else known, names.hexdigest())
+
+
+def _members_of(folder: Path, split: str, row: dict[str, Any]) -> Verified:
+    """The places of a split's samples. OSError, ValueError: they are not there, or not so many."""
+    return Verified(folder / f"{split}.bin", row["dtype"], row["number"] * np.dtype(row["dtype"]).itemsize)
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

@@ -1,5 +1,7 @@
 """What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
 
+import json
+import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -13,6 +15,7 @@ from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index
 from dstrain.data.index_build import from_first, write_splits
 from dstrain.data.layouts.base import Layout
+from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, NotRead
 
@@ -33,7 +36,7 @@ class Indexed(Source):
         self.split, self._held_out = split, held_out
         self.expects = layout.files.far
         self.path = Path(layout.root)
-        self.where = f"{layout.request.key}={layout.root}"
+        self.where, self.check = f"{layout.request.key}={layout.root}", _check(layout)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
@@ -166,3 +169,14 @@ class Indexed(Source):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.chosen = self.chosen or self.index.split(self.split, self._held_out)
+
+
+def _check(layout: Layout) -> str:
+    """The command that lists what cannot be read, for a shell."""
+    request, words = layout.request, ["python", "launch/index.py", layout.root]
+    entries = {"num_frames": None if request.suffixes == SUFFIXES else 1, "captions": request.captions_file,
+               "labels": None if request.labels == "auto" else request.labels, "class_list": request.class_list,
+               "columns": json.dumps(request.columns) if request.columns else None}
+    words += [f"data.{name}={value}" for name, value in entries.items() if value is not None]
+    words += ["--captions"] if request.captions and request.suffixes == SUFFIXES else []
+    return shlex.join([*words, "--check"])

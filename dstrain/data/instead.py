@@ -1,22 +1,24 @@
 """What data without samples hold instead, and what would make them work: the end of a refusal."""
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable
 from itertools import islice
 from os.path import splitext
+from pathlib import Path
 
+from dstrain.data.foreign import Edm2, FastDiT, LightningDiT
 from dstrain.data.layouts.base import Layout
 from dstrain.recipe import ConfigError
 
 _LOOKED = 1000                             # files by which data are judged
+_ABOVE = 3                                 # folders in which latents may lie: REPA/vae-sd/00000
 _REMEDIES = (                              # suffixes of files that are no samples as they lie there, and the remedy
     ((".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
      "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
     ((".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng"),
      "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
     ((".npy", ".safetensors"),
-     "latents that others have cached are taken over by launch/encode.py --from-latents {root} --first-stage PATH "
-     "--out DIR; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)"),
+     "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)"),
     ((".parquet",), "name its column of encoded images, data.columns={{image: NAME}}, or, where it is a list of paths, "
      "write {key}={root}/{name}"),
     ((".tar", ".zip", ".npz", ".csv", ".tsv", ".jsonl"),
@@ -44,6 +46,20 @@ def without_samples(layout: Layout) -> ConfigError:
     suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
     name, more = first[suffix], counts[suffix] - 1
     others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
-    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name, noun=noun)
+    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name, noun=noun,
+                                                latents=_of_latents(layout.root, name))
     return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
                        f"It holds {name}{others}: {remedy}")
+
+
+def _of_latents(root: str, name: str) -> str:
+    """How latents that others have cached are taken over, where one of their files is `name`."""
+    if root.endswith(".zip"):
+        place = Path(root)
+    else:
+        place = next((folder for folder in Path(root, name).parents[:_ABOVE]
+                      if any(layout.recognises(folder) for layout in (Edm2, LightningDiT, FastDiT))), None)
+    if place is None:
+        return "launch/encode.md names the latents of others that launch/encode.py --from-latents takes over"
+    return (f"latents that others have cached are taken over by launch/encode.py --from-latents "
+            f"{shlex.quote(str(place))} --first-stage PATH --out DIR")

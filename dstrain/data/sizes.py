@@ -1,15 +1,18 @@
-"""The width and height of every image of an index, from the headers of the files: for buckets and for descriptions.
+"""What decides on the bucket of each sample of an index: the size of an image, or how many frames a clip has.
 
-They are read once, by several threads of one rank, and kept beside the index where that is on a disk: sizes.bin, int32
-(N, 2). An interruption loses some seconds of it.
+It is read once, by several threads of one rank, from the headers of the files; the frames of some clips are counted by
+reading them whole. Beside an index on a disk it is kept: sizes.bin, int32 (N, 2), and frames.bin, int32 (N, 1). An
+interruption loses some seconds of it.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from dstrain.data.clips import count_frames
 from dstrain.data.folder import of_each
 from dstrain.data.images import encoded
 from dstrain.data.index import CHUNK, Index
@@ -20,7 +23,7 @@ from dstrain.data.source import BadSample, reading
 from dstrain.data.storage import with_retries
 from dstrain.ranks.phases import phases
 
-_ROW = 8                                   # bytes
+_CLIPS = 1024                              # files between two writes, where each may take long
 
 
 def pixel_sizes(layout: Layout, index: Index) -> np.ndarray:
@@ -28,9 +31,12 @@ def pixel_sizes(layout: Layout, index: Index) -> np.ndarray:
 
     NotRead: the storage fails.
     """
-    path = None if index.folder is None else index.folder / "sizes.bin"
-    sizes = from_first(lambda: _sizes(layout, index, path))
-    return np.memmap(path, np.int32, "r").reshape(-1, 2) if sizes is None else sizes
+    return _table(layout, index, "sizes", 2, lambda place: size_of(layout, place), CHUNK)
+
+
+def frame_counts(layout: Layout, index: Index) -> np.ndarray:
+    """int32 (N, 1): how many frames each clip of the index has, 0 where it cannot be read; as `pixel_sizes`."""
+    return _table(layout, index, "frames", 1, lambda place: (frames_of(layout, place),), _CLIPS)
 
 
 def size_of(layout: Layout, place: Place) -> tuple[int, int]:
@@ -46,34 +52,49 @@ def size_of(layout: Layout, place: Place) -> tuple[int, int]:
         return with_retries(read)
 
 
-def _sizes(layout: Layout, index: Index, path: Path | None) -> np.ndarray | None:
-    """The sizes of an index in memory; of one on a disk they are written to `path`."""
-    if path is not None and path.exists() and path.stat().st_size == len(index) * _ROW:
+def frames_of(layout: Layout, place: Place) -> int:
+    """How many frames a clip has. BadSample: it cannot be read."""
+    with reading(place.name, Path(layout.root, place.name)):
+        return count_frames(layout.read(place))
+
+
+def _table(layout: Layout, index: Index, name: str, width: int, read: Callable[[Place], tuple[int, ...]],
+           chunk: int) -> np.ndarray:
+    """int32 (N, width): what `read` says of each sample, 0 where it cannot be read; on all ranks together."""
+    path = None if index.folder is None else index.folder / f"{name}.bin"
+    table = from_first(lambda: _read(layout, index, path, width, read, chunk))
+    return np.memmap(path, np.int32, "r").reshape(-1, width) if table is None else table
+
+
+def _read(layout: Layout, index: Index, path: Path | None, width: int, read: Callable[[Place], tuple[int, ...]],
+          chunk: int) -> np.ndarray | None:
+    """The table of an index in memory; of one on a disk it is written to `path`."""
+    def known(row: int) -> tuple[int, ...]:
+        try:
+            return read(index.place(row))
+        except BadSample:
+            return (0,) * width
+
+    size = width * np.dtype(np.int32).itemsize               # bytes of a row
+    if path is not None and path.exists() and path.stat().st_size == len(index) * size:
         return None
     part = path and path.with_suffix(".part")
-    done = part.stat().st_size // _ROW if part and part.exists() else 0
+    done = part.stat().st_size // size if part and part.exists() else 0
     rows = []
     with tqdm(total=len(index), initial=done, unit=" headers", delay=2, disable=None, desc=layout.root) as bar:
-        for start in range(done, len(index), CHUNK):
+        for start in range(done, len(index), chunk):
             phases().at(f"reading the headers of {layout.root}: {start:,} of {len(index):,}")
-            stop = min(start + CHUNK, len(index))
-            block = np.array(list(of_each(lambda row: _known(layout, index.place(row)), range(start, stop))), np.int32)
+            stop = min(start + chunk, len(index))
+            block = np.array(list(of_each(known, range(start, stop))), np.int32)
             if part is None:
                 rows.append(block)
             else:
-                _append(part, block, start * _ROW)
+                _append(part, block, start * size)
             bar.update(stop - start)
     if part is None:
         return np.concatenate(rows)
     os.replace(part, path)
     return None
-
-
-def _known(layout: Layout, place: Place) -> tuple[int, int]:
-    try:
-        return size_of(layout, place)
-    except BadSample:
-        return 0, 0
 
 
 def _append(path: Path, block: np.ndarray, offset: int) -> None:

@@ -67,6 +67,7 @@ class Source(ABC):
     light: bool = False                    # reading an item costs less than passing it between processes
     captioned: bool = False                # items have captions
     where: str = "data.path"               # for a message: the entry that names them, as data.path=FOLDER
+    check: str | None = None               # for a message: the command that lists which of them cannot be read
     uncaptioned: str | None = None         # for a message: the setting whose files lack captions, as data.path=FOLDER
     chance_name: str | None = None         # the random number that `read` takes, by its name in dstrain.rng; None: none
     chance_count: int = 0                  # above 0, `read` takes a list of so many such numbers
@@ -190,6 +191,6 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
                 bad.append((error.path, error.reason))
         else:
             raise ConfigError(f"{tries} sample{'s in a row' * (tries > 1)} cannot be read; the last is {bad[-1][0]}: "
-                              f"{bad[-1][1]}. Is {source.where} right? `python launch/index.py DATA --check` lists "
-                              "what cannot be read")
+                              f"{bad[-1][1]}. Is {source.where} right?"
+                              + (f" `{source.check}` lists what cannot be read" if source.check else ""))
     return items, bad

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.bad_files import listed
-from dstrain.data.bucketed import Bucketed
+from dstrain.data.bucketed import Sized, by_duration
 from dstrain.data.clips import Cut, VIDEOS
 from dstrain.data.crops import Crop
 from dstrain.data.embedded import with_embeddings
@@ -96,7 +96,7 @@ def _completed(data: Data, source: Source) -> Source:
     if not isinstance(source, Images):
         raise ConfigError(f"data.buckets: the images of {data.path} have one size: leave it out, or give a folder of "
                           "images")
-    return Bucketed(source, data.buckets, data.max_upscale)
+    return Sized(source, data.buckets, data.max_upscale)
 
 
 def request_of(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
@@ -134,6 +134,9 @@ def index_of(data: Data, captions: bool = False) -> tuple[Layout, Index]:
 
 def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Source | None]:
     height = data.height or data.image_size
+    if data.path.startswith("builtin:") and data.buckets:
+        raise ConfigError(f"data.buckets: the clips of {data.path} have one length: leave it out, or give a folder of "
+                          "videos")
     if data.path == MOVING:
         settings = {"frame_stride": data.frame_stride != 1, "captions": data.captions, "images": data.images,
                     "held_out_path": data.held_out_path}
@@ -152,9 +155,12 @@ def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Sour
     common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
                   request=request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed), index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
+    unseen = None
     if data.held_out or data.held_out_path:
-        return train, open_videos(data.path, cut, split="held_out", **common)
-    return train, None
+        unseen = open_videos(data.path, cut, split="held_out", **common)
+    if not data.buckets:
+        return train, unseen
+    return by_duration(train, data.durations), unseen and by_duration(unseen, data.durations)
 
 
 def holds_videos(path: str) -> bool:
@@ -205,8 +211,9 @@ def completed(data: Data) -> Data:
     if not is_encoded(data.path):
         return data.model_copy(update={"codes": None})
     if data.buckets or data.size_conditions or data.crop != "center":
-        raise ConfigError(f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of images that were "
-                          "cut to one size: leave them out, or give the images")
+        kind = "images" if data.num_frames is None else "clips"
+        raise ConfigError(f"data.buckets, data.crop, data.size_conditions: {data.path} holds codes of {kind} that were "
+                          f"cut to one size: leave them out, or give the {kind}")
     index = Latents(data.path).index
     encoding = index["encoding"]
     videos = "num_frames" in encoding

@@ -11,7 +11,8 @@ class View(Source):
     def __init__(self, whole: Source) -> None:
         self.whole = whole
         self.classes, self.light, self.batched, self.noun = whole.classes, whole.light, whole.batched, whole.noun
-        self.captioned, self.uncaptioned, self.where = whole.captioned, whole.uncaptioned, whole.where
+        self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
+        self.where, self.check = whole.where, whole.check
 
     def place(self, index: int | Tensor) -> int | Tensor:
         """Index in `whole`, of an int or of each in int64 (b,)."""

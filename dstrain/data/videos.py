@@ -17,6 +17,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dstrain.data.buckets import BucketOrder
 from dstrain.data.captioned import add_captions
 from dstrain.data.clips import Cut, Listing, PICTURES, VIDEOS, read_clip
 from dstrain.data.index import Index
@@ -89,18 +92,20 @@ class Videos(Indexed):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: float | None = None) -> Item:
-        """The sample; `chance` chooses the window, None takes the middle one. BadSample: it cannot be read."""
-        row = self.row(index)
+    def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
+        """The sample; `chance` chooses the window, None takes the middle one. frames: of the clip, None for those of
+        `cut`. BadSample: it cannot be read.
+        """
+        row, cut = self.row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.place(row)
         with reading(place.name, self.path / place.name):
             file = self.layout.read(place)
-            video, frames, listing = read_clip(file, self.cut, chance, self._listings.get(index))
+            video, real, listing = read_clip(file, cut, chance, self._listings.get(index))
             caption = self._caption(row, file)
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         self._listings[index] = listing
-        item = {"video": video, "frames": frames} | ({} if caption is None else {"caption": packed(caption)})
+        item = {"video": video, "frames": real} | ({} if caption is None else {"caption": packed(caption)})
         return item | ({"label": self.label(row)} if self.labelled else {})
 
     def _caption(self, row: int, file: Path | bytes) -> str | None:
@@ -156,12 +161,14 @@ class Mixed(Source):
     """Videos, then as many slots for images as make them `share` of an epoch; the key chooses which image fills a slot.
 
     Every video is thus met once in an epoch, and the images in turn by chance; without a key a slot has its own image.
-    Captions and labels are in the items where both have them.
+    Captions and labels are in the items where both have them. frames: of a clip that an image becomes; with a number of
+    their own, the images are the last bucket of the videos.
     """
 
-    videos: Videos
+    videos: Source
     images: Videos
     share: float
+    frames: int | None = None
     chance_name = "clip"
 
     def __post_init__(self) -> None:
@@ -174,6 +181,19 @@ class Mixed(Source):
     def __len__(self) -> int:
         return len(self.videos) + self.slots
 
+    def apart(self, videos: Source) -> "Mixed":
+        """With `videos`, the same ones by bucket, and the images in another bucket, of one frame each."""
+        return replace(self, videos=videos, frames=1)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
+
+    def order(self, global_batch: int, seed: int) -> Any:
+        if self.frames is None:
+            return super().order(global_batch, seed)
+        return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
+
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
@@ -182,7 +202,7 @@ class Mixed(Source):
         if index < len(self.videos):
             item = self.videos.read(index, chance)
         else:
-            item = self.images.read(self._image(index, chance or 0.0))
+            item = self.images.read(self._image(index, chance or 0.0), frames=self.frames)
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def _image(self, index: int, chance: float) -> int:

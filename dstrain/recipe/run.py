@@ -93,8 +93,7 @@ class Data(Mixture, Shaping):
              "data.channels=3"),
             (self.images and not 0 < self.image_share < 1, f"data.image_share={self.image_share:g} lies between 0 and "
              "1: leave data.images out for no images; for images alone write their folder as data.path"),
-            (self.num_frames and (self.buckets or self.crop != "center" or self.size_conditions), "data.buckets, "
-             "data.crop and data.size_conditions are of images, not of clips: leave them out"),
+            *self.clip_problems(self.num_frames),
             (self.draft and (self.crop != "center" or self.size_conditions), "data.draft=true goes with data.crop="
              "center and without data.size_conditions: write data.draft=false"),
             (self.mixture and self.buckets, "data.mixture and data.buckets exclude each other: leave one of them out"),

@@ -10,6 +10,7 @@ from dstrain.recipe.section import FIXED, Section
 
 Side = Annotated[int, Field(gt=0, le=65536)]
 Shape = tuple[Side, Side]                      # width and height, pixels
+Bucket = Annotated[tuple[Side, ...], Field(min_length=1, max_length=2)]      # a Shape, or the number of frames of clips
 Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(gt=0, le=1000)]
 
@@ -40,6 +41,8 @@ class BucketRule(Section):
 
 
 def _from_rule(value: Any) -> Any:
+    if isinstance(value, list):
+        return [[entry] if isinstance(entry, int) else entry for entry in value]
     if not isinstance(value, dict):
         return value
     try:
@@ -58,8 +61,9 @@ class Shaping(Section):
     """What an image becomes before a model meets it. launch/buckets.md explains the entries."""
 
     # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
-    # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size.
-    buckets: Annotated[tuple[Shape, ...] | None, BeforeValidator(_from_rule), FIXED] = None
+    # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size. Of clips numbers of frames,
+    # [5, 9, 17]: a clip has the longest that it fills. None: num_frames.
+    buckets: Annotated[tuple[Bucket, ...] | None, BeforeValidator(_from_rule), FIXED] = None
     # Images that their bucket would enlarge more often are left out; None: they stay, and are counted.
     max_upscale: Annotated[float | None, Field(ge=1), FIXED] = None
     crop: Annotated[Literal["center", "random", "random_resized", "dalle", "none"], FIXED] = "center"
@@ -68,6 +72,25 @@ class Shaping(Section):
     crop_ratio: Annotated[tuple[Aspect, Aspect] | None, FIXED] = None    # width / height that random_resized cuts out,
                                              # times the target's; None: 3/4-4/3
     size_conditions: Annotated[bool, FIXED] = False    # the model is told an image's original size and its crop
+
+    @property
+    def durations(self) -> tuple[int, ...]:
+        """Of clips, the numbers of frames of the buckets."""
+        return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
+
+    def clip_problems(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
+        """Messages, each behind whether it is true: what is of images given with clips, or the other way round."""
+        durations, of_clips = list(self.durations), num_frames is not None
+        longest = max(durations, default=0)
+        return (
+            (of_clips and (self.crop != "center" or self.size_conditions or self.max_upscale), "data.crop, "
+             "data.max_upscale and data.size_conditions are of images, not of clips: leave them out"),
+            (of_clips and self.buckets and len(durations) < len(self.buckets), "data.buckets of clips are numbers of "
+             f"frames, not widths and heights: write data.buckets=[1,{num_frames}], say, or leave it out"),
+            (of_clips and durations and longest != num_frames, f"data.buckets={durations}: the longest one is not "
+             f"data.num_frames={num_frames}: write data.num_frames={longest}, or give that bucket, too"),
+            (durations and not of_clips, f"data.buckets={durations} are numbers of frames, of clips: write widths and "
+             f"heights, [[256,256],[320,192]], or data.num_frames={longest}"))
 
     @model_validator(mode="after")
     def _agree_on_shapes(self) -> "Shaping":

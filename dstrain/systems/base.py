@@ -49,6 +49,7 @@ class SystemConfig(Section):
     learns_from: ClassVar[tuple[Kind, ...]] = ("images",)      # which data the system takes
     num_labels_field: ClassVar[str] = "num_classes"            # the field that is the number of labels, for messages
     without_labels: ClassVar[str] = ""                         # the override that makes a model learn none, if any
+    learns_durations: ClassVar[bool] = False                   # batches of clips may differ in their number of frames
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"
     """What the repeated blocks compute again in backward instead of keeping it: none; attention, all but products with

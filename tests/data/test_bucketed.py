@@ -81,7 +81,7 @@ def test_an_index_on_a_disk(folder, tmp_path):
     again = opened(folder, index=str(tmp_path))[0]
     assert [plain.name(i) for i in range(40)] == [kept.name(i) for i in range(40)] == [again.name(i) for i in range(40)]
     files = list(tmp_path.glob("*/buckets-*/*"))
-    assert {path.name for path in files} == {"index.json", "members.bin"}
+    assert {path.name for path in files} == {"index.json", "members.bin", "members.sums"}
     again.members.at(0)
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[5]["image"], plain[5]["image"])

@@ -281,7 +281,7 @@ def write(path):
     (lambda root: (root / "a").mkdir(parents=True), "no images in it, and no other file"),
     (lambda root: write(root / "a.mp4"), "files ending in .png .* It holds a.mp4: data.num_frames=17 reads clips"),
     (lambda root: (write(root / "a/x.TIF"), write(root / "a/y.tif")), "holds a/.* and 1 like it: convert them to PNG"),
-    (lambda root: write(root / "0.npy"), "holds 0.npy: latents .* launch/encode.py --from-latents .*/root --first"),
+    (lambda root: write(root / "0.npy"), "holds 0.npy: launch/encode.md names the latents of others that .*arr_0=images"),
     (lambda root: (write(root / "a.zip"), write(root / "b.zip")), "name the file, data.path=.*root/[ab].zip; data.m"),
     (lambda root: (write(root / "readme"), write(root / "a.rar")), "holds a.rar: unpack it first"),
     (lambda root: write(root / "a.bin"), "holds a.bin: launch/data.md has all forms that are read"),

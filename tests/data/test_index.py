@@ -28,6 +28,7 @@ from dstrain.data.layouts.folders import Folders
 from dstrain.data.pixels import SUFFIXES, read_image
 from dstrain.encoders.text import captions_of
 from dstrain.data.sizes import pixel_sizes
+from dstrain.data.verified import Verified, write_sums
 from dstrain.index_data import IndexOptions, index_data, report
 from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data import check_index_scale
@@ -111,7 +112,9 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
     name = next((tmp_path / "i").glob("*/names.bin"))
     for column, damage in (("names", lambda content: content[:-1]), ("names", lambda content: content[:-1] + b"h"),
-                           ("label", lambda content: content[:-4] + bytes(4))):
+                           ("label", lambda content: content[:-4] + bytes(4)),
+                           ("name_ends", lambda content: b"\0" + content[1:]),
+                           ("name_hash", lambda content: content[:20] + bytes((content[20] ^ 1,)) + content[21:])):
         damaged = name.with_name(f"{column}.bin")               # it is noticed, and made anew
         content, before = damaged.read_bytes(), len(listed)
         damaged.write_bytes(damage(content))
@@ -134,6 +137,7 @@ def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
     train, header = splits / "train.bin", splits / "index.json"
     mapped = opened(root)
     for damage in (lambda: os.truncate(train, 4), train.unlink, lambda: (splits / "held_out.bin").write_bytes(b"ab"),
+                   lambda: train.write_bytes(bytes((train.read_bytes()[0] ^ 1,)) + train.read_bytes()[1:]),
                    header.unlink, lambda: shutil.copytree(foreign, splits, dirs_exist_ok=True)):
         shutil.copy(train, tmp_path / "train.bin")
         os.replace(tmp_path / "train.bin", train)           # `mapped` keeps its own file: a shared one would be cut off
@@ -144,6 +148,71 @@ def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
     os.truncate(train, 4)
     with pytest.raises(ConfigError, match="damaged, or of other data: remove it"):
         pickle.loads(pickle.dumps(again))
+
+
+def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monkeypatch):
+    """Oracle: the values that were written: each is read, or refused with its file; what a batch needs of the altered
+    part ends the reading and counts no picture as broken; removing what the message says makes it anew.
+    """
+    root, kept = folder(tmp_path / "d", 2, 20), tmp_path / "i"
+    monkeypatch.setattr("dstrain.data.index._CHECKED", 0)                    # large enough not to be read at the start
+    monkeypatch.setattr("dstrain.data.verified._BLOCK", 64)
+    opened = lambda: open_images(root, 16, index=kept, held_out=0.3)
+    whole = opened()
+    names = [whole.name(place) for place in range(len(whole))]
+    for file in ("names.bin", "name_ends.bin", "label.bin", "held_out-0.3/train.bin"):
+        path = whole.index.folder / file
+        content = path.read_bytes()
+        path.unlink()                                                        # `whole` keeps its own
+        path.write_bytes(content[:70] + bytes((content[70] ^ 16,)) + content[71:])
+        again, found, refused = opened(), [], []
+        for place in range(len(again)):
+            try:
+                found.append((again.name(place), again[place]["label"]) == (names[place], whole[place]["label"]))
+            except NotRead as error:
+                refused.append(str(error))
+        assert all(found) and found and refused and len(found) + len(refused) == len(names), file
+        assert f"{path} was altered after it was written (from byte 64 on): remove {path.parent}" in refused[0]
+        with Batches(again, global_batch=28, micro_batch=28, seed=1) as batches, pytest.raises(NotRead, match="altered"):
+            next(batches.at(0))
+        shutil.rmtree(path.parent)
+        assert [opened().name(place) for place in range(len(names))] == names and path.read_bytes() == content
+
+
+@pytest.mark.parametrize("dtype", [None, np.int32, np.uint64])
+def test_verified_columns(tmp_path, dtype):
+    """Oracle: the values themselves by int, slice and array; a byte at either end of blocks, of more than are summed at
+    once and of the rest behind them, is found where it stands and nowhere else.
+    """
+    content = np.random.default_rng(0).integers(0, 256, 300 * 4096 + 24, np.uint8).tobytes()
+    values, path = content if dtype is None else np.frombuffer(content, dtype), tmp_path / "a.bin"
+    width = len(content) // len(values)
+    path.write_bytes(content)
+    write_sums(path, values)
+    column = Verified(path, dtype, len(content))
+    assert len(column) == len(values) and column.is_whole()
+    assert column[5] == values[5] and column[len(values) - 1] == values[-1] and not len(column[7:7])
+    assert np.array_equal(column[3:99999], values[3:99999])
+    if dtype is not None:
+        assert np.array_equal(column[np.array([9, 0, len(values) - 1])], values[[9, 0, -1]])
+    for place in (0, 4095, 4096, 256 * 4096, 300 * 4096 - 1, 300 * 4096, len(content) - 1):
+        path.unlink()                                                        # the old one is still mapped
+        path.write_bytes(content[:place] + bytes((content[place] ^ 128,)) + content[place + 1:])
+        column = Verified(path, dtype, len(content))
+        assert not column.is_whole()
+        for block in {0, 1, 2, 255, 256, 299, 300, place // 4096}:
+            first = block * 4096 // width
+            if block == place // 4096:
+                for key in (first, slice(first, first + 1), slice(0, None), *[np.array([first])] * (dtype is not None)):
+                    with pytest.raises(NotRead, match=f"from byte {block * 4096:,} on"):
+                        column[key]
+            else:
+                assert column[first] == values[first]
+    for file, damage in ((path, b"x"), (path.with_suffix(".sums"), b"x" * 8)):
+        file.write_bytes(file.read_bytes() + damage)
+        with pytest.raises(ValueError, match="bytes"):
+            Verified(path, dtype, len(content))
+        file.write_bytes(file.read_bytes()[:-len(damage)])
 
 
 def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
@@ -164,7 +233,7 @@ def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
     second.join()
     memory = open_index(root, Request(SUFFIXES))[1]
     assert writes == [0.3]
-    assert index.split("train", 0.3).members.tolist() == memory.split("train", 0.3).members.tolist()
+    assert index.split("train", 0.3).members[:].tolist() == memory.split("train", 0.3).members.tolist()
 
 
 def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):

@@ -13,13 +13,14 @@ from PIL import Image
 from dstrain import __version__
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.manifest import manifest
-from tests.support import pictures
-from tests.support.launch import command, launch
+from tests.support import clips, pictures
+from tests.support.launch import ROOT, command, launch
 from tests.support.launch import wait_for as appears
 from tests.support.runs import (STEPS, assert_equal_runs, begin, files, finish, kill_in_the_middle, metrics, ranks_of,
                                 train, wait_for, wait_for_end)
 
 pytestmark = pytest.mark.slow
+TOKENIZER = ROOT / "tests" / "launch" / "tiny-phenaki-tokenizer.yaml"
 AVERAGES = {3: ("ema.profiles=[0.05,0.1]", "ema.snapshots=15")}              # by stage; saved every 20 steps
 
 
@@ -172,3 +173,28 @@ def test_buckets(tmp_path):
     assert one == other and len(one) == 12
     with Image.open(whole / "samples" / "step_00000012.png") as image:      # 2 x 3 of 48 x 16, 4 times as large
         assert image.size == (2 * 192 + 6, 3 * 64 + 8)
+
+
+def test_durations(tmp_path):
+    """Oracle: the run that nothing has disturbed: from its step 3 on, the same command ends with the same bits, in clips
+    of three lengths and images.
+    """
+    for number in range(24):
+        path = tmp_path / "data" / f"{number:02d}.webp"
+        path.parent.mkdir(exist_ok=True)
+        clips.write_pictures(path, clips.moving((1, 3, 6, 9, 4, 5)[number % 6], 16, 16, seed=number))
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        pictures.picture(number, 16, 16).save(tmp_path / "images" / f"{number}.png")
+    entries = ["data.buckets=[3,5,9]", "data.num_frames=9", f"data.path={tmp_path / 'data'}", "data.held_out=0.3",
+               f"data.images={tmp_path / 'images'}", "steps=6", "every.save=3", "every.evaluate=6", "every.sample=6",
+               "every.report=1", "model.discriminator.start=2"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert "of 3 buckets of" in finish(train(whole, 2, *entries, recipe=TOKENIZER))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000006")
+    assert "goes on from step 3 of 6" in finish(train(again, 2, *entries, recipe=TOKENIZER))
+    assert files(whole, 6) == files(again, 6)
+    assert metrics(whole) == metrics(again)
+    with Image.open(whole / "samples" / "step_00000006_reconstruction.gif") as shown:
+        assert shown.n_frames == 9                     # the first bucket is the longest

@@ -19,8 +19,17 @@ REFUSALS = [
      "data.num_frames=1%data.channels=3"),
     ("data.num_frames=1%data.images=x%data.image_share=0", "data.image_share=0 lies between 0 and 1: leave data.images "
      "out for no images; for images alone write their folder as data.path", "data.num_frames=1%data.image_share=0"),
-    *((f"data.num_frames=2%{entry}", "data.buckets, data.crop and data.size_conditions are of images, not of clips: "
-       "leave them out", entry) for entry in ("data.buckets=[[8, 8]]", "data.crop=random", "data.size_conditions=true")),
+    *((f"data.num_frames=2%{entry}", "data.crop, data.max_upscale and data.size_conditions are of images, not of clips: "
+       "leave them out", entry) for entry in ("data.crop=random", "data.size_conditions=true")),
+    ("data.num_frames=2%data.buckets=[2]%data.max_upscale=2", "data.crop, data.max_upscale and data.size_conditions are "
+     "of images, not of clips: leave them out", "data.num_frames=2%data.buckets=[2]"),
+    *((f"data.num_frames=9%data.buckets={value}", "data.buckets of clips are numbers of frames, not widths and heights: "
+       "write data.buckets=[1,9], say, or leave it out", "data.num_frames=9%data.buckets=[1,9]")
+      for value in ("[[8, 8]]", "{pixels: 256}", "[9, [9, 9]]")),
+    ("data.num_frames=9%data.buckets=[1, 5]", "data.buckets=[1, 5]: the longest one is not data.num_frames=9: write "
+     "data.num_frames=5, or give that bucket, too", "data.num_frames=5%data.buckets=[1, 5]"),
+    ("data.buckets=[1, 5]", "data.buckets=[1, 5] are numbers of frames, of clips: write widths and heights, "
+     "[[256,256],[320,192]], or data.num_frames=5", "data.buckets=[[256,256],[320,192]]"),
     *((f"data.draft=true%{entry}", "data.draft=true goes with data.crop=center and without data.size_conditions: write "
        "data.draft=false", f"data.draft=false%{entry}") for entry in ("data.crop=none", "data.size_conditions=true")),
     (f"data.buckets=[[8, 8]]%{MIXED}", "data.mixture and data.buckets exclude each other: leave one of them out", MIXED),

@@ -20,6 +20,7 @@ class FrameDiscriminator(Discriminator):
 
 class Config(SystemConfig):
     learns_from = ("clips", "images")
+    learns_durations = True
 
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 128
     """Side of a frame in pixels, or [height, width]; patch_size divides each."""
@@ -129,4 +130,9 @@ class Config(SystemConfig):
                             f"model.image_size={list(self.size)} differ: make both equal")
         if self.num_frames != (frames := run.data.num_frames or 1):
             problems.append(f"data.num_frames={frames} and model.num_frames={self.num_frames} differ: make both equal")
+        p = self.temporal_patch_size
+        for frames in run.data.durations:
+            if surplus := (frames - 1) % p:
+                problems.append(f"data.buckets: {frames} is not 1 + a multiple of model.temporal_patch_size {p}: take "
+                                f"{frames - surplus} or {frames - surplus + p}")
         return problems

@@ -1,0 +1,108 @@
+"""Columns in files that are mapped, each block of which is compared with its checksum when it is first read.
+
+    COLUMN.bin      values
+    COLUMN.sums     uint64, the checksum of each block of 4,096 bytes
+
+A table of gigabytes is thus never read whole, and no altered byte of it is used. The checksum of a block is the sum of
+its words of 8 bytes times odd numbers, modulo 2^64. A change within one word always changes it, any other one almost
+surely. It takes a tenth of the time of a cryptographic hash, and is no protection against somebody who makes it fit.
+"""
+
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.disk import atomic
+from dstrain.recipe import NotRead
+
+_BLOCK = 1 << 12                           # bytes
+_MANY = 1 << 8                             # blocks that are summed at once: they stay in a core's cache
+
+
+def write_sums(path: Path, values: Any) -> None:
+    """Writes the checksums of the column `path`, COLUMN.bin, beside it. values: an array, or bytes."""
+    view = memoryview(values).cast("B") if len(values) else b""
+    count = -(-len(view) // _BLOCK)
+    parts = [_sums(view, range(start, min(start + _MANY, count))) for start in range(0, count, _MANY)]
+    atomic.write(path.with_suffix(".sums"), b"".join(part.tobytes() for part in parts))
+
+
+class Verified:
+    """A column that is mapped: values of `dtype`, None for bytes. Indexed by an int, a slice or an array of ints >= 0.
+
+    size: bytes that the file has. OSError, ValueError: it or its checksums are not there, or of another size.
+    """
+
+    def __init__(self, path: Path, dtype: Any, size: int) -> None:
+        self._view, sums = _mapped(path), _mapped(path.with_suffix(".sums"))
+        count = -(-size // _BLOCK)
+        if (len(self._view), len(sums)) != (size, 8 * count):
+            raise ValueError(f"{path} and its checksums have {len(self._view)} and {len(sums)} bytes")
+        self._path, self._sums, self._seen = path, np.frombuffer(sums, np.uint64), bytearray(count)
+        self._values = self._view if dtype is None else np.frombuffer(self._view, dtype)
+        self._width = 1 if dtype is None else self._values.itemsize
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, key: Any) -> Any:
+        """NotRead: the file was altered where these values stand."""
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(len(self))
+            if start < stop:
+                self._verify_range(start * self._width // _BLOCK, -(-stop * self._width // _BLOCK))
+        elif isinstance(key, np.ndarray):
+            for block in np.unique(key.astype(np.int64) * self._width // _BLOCK).tolist():
+                self._verify(block)
+        else:
+            self._verify(int(key) * self._width // _BLOCK)
+        return self._values[key]
+
+    def is_whole(self) -> bool:
+        """Whether the file is what was written; reads all of it."""
+        try:
+            self._verify_range(0, len(self._sums))
+        except NotRead:
+            return False
+        return True
+
+    def _verify(self, block: int) -> None:
+        if not self._seen[block]:
+            self._verify_range(block, block + 1)
+
+    def _verify_range(self, first: int, last: int) -> None:
+        for start in range(first, last, _MANY):
+            blocks = range(start, min(start + _MANY, last))
+            if self._seen.find(0, start, blocks.stop) >= 0:
+                wrong = np.flatnonzero(_sums(self._view, blocks) != self._sums[start:blocks.stop])
+                if len(wrong):
+                    byte = (start + int(wrong[0])) * _BLOCK
+                    raise NotRead(f"{self._path} was altered after it was written (from byte {byte:,} on): remove "
+                                  f"{self._path.parent}, then give the same command again, which makes it anew")
+                self._seen[start:blocks.stop] = b"\1" * len(blocks)
+
+
+def _mapped(path: Path) -> Any:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+
+def _sums(view: Any, blocks: range) -> np.ndarray:
+    """The checksums of blocks that stand one behind the other: uint64 (blocks,)."""
+    words, (whole, rest) = _BLOCK // 8, divmod(min(blocks.stop * _BLOCK, len(view)) - blocks.start * _BLOCK, _BLOCK)
+    table = np.frombuffer(view, np.uint64, whole * words, blocks.start * _BLOCK).reshape(whole, words)
+    sums = np.einsum("ij,j->i", table, _odd(words))
+    if not rest:
+        return sums
+    last = bytes(view[len(view) - rest:]).ljust(_BLOCK, b"\0")
+    return np.append(sums, np.einsum("ij,j->i", np.frombuffer(last, np.uint64)[None], _odd(words)))
+
+
+@cache
+def _odd(count: int) -> np.ndarray:
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)

@@ -1,0 +1,96 @@
+"""Remedies that refusals of data name: each is followed as it is written, and works."""
+
+import re
+import shlex
+
+import pytest
+from safetensors.torch import save_file
+
+from dstrain import systems
+from dstrain.command.job import checked
+from dstrain.data.latents import Latents
+from dstrain.data.sources import open_sources
+from dstrain.recipe import ConfigError, Data, load
+from tests.caches.test_takeover import LABELS, edm2, edm2_zip, fast_dit, lightning
+from tests.data.test_labels import lines
+from tests.support import first_stage
+from tests.support.launch import ROOT, here
+from tests.support.pictures import folder
+
+
+def refusal(**entries) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_sources(Data(image_size=16, **entries))[0].first()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("write, place", [
+    (fast_dit, ""), (fast_dit, "imagenet256_features"), (lightning, ""), (lightning, ".."), (edm2, ""),
+    (edm2, "vae-sd/00000"), (edm2_zip, "")])
+def test_latents_of_others(tmp_path, monkeypatch, capsys, write, place):
+    """Oracle: the labels that were written, out of what the command of the message has made; it finds the folder that is
+    meant from within and from outside.
+    """
+    root = tmp_path / "of others" / ("theirs.zip" if write is edm2_zip else "theirs")
+    root.parent.mkdir()
+    write(root)
+    text = refusal(path=str((root / place).resolve()))
+    command = re.search(r"launch/encode.py --from-latents .* --out DIR", text).group()
+    values = {"PATH": str(first_stage.save(tmp_path / "vae")), "DIR": str(tmp_path / "out")}
+    code, _, error = here("encode.py", [values.get(word, word) for word in shlex.split(command)[1:]], monkeypatch, capsys)
+    assert code == 0, error
+    source = Latents(tmp_path / "out")
+    assert sorted(source[index]["label"] for index in range(len(source))) == sorted(LABELS)
+
+
+def test_files_that_are_no_latents(tmp_path):
+    """Oracle: the contract: no command that would be refused, but where the known ones are told."""
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "x.npy").write_bytes(b"no array")
+    text = refusal(path=str(tmp_path / "a b"))
+    assert "launch/encode.md names the latents of others" in text and "--first-stage" not in text
+
+
+@pytest.mark.parametrize("entries", [
+    {}, {"labels": "prefix"}, {"num_frames": 5}, {"num_frames": 5, "captions": "captions.tsv", "buckets": [1, 5]},
+    {"columns": {"path": "picture", "label": "kind"}}])
+def test_the_check_of_unreadable_samples(tmp_path, monkeypatch, capsys, entries):
+    """Oracle: the names of the broken files: the command of the message lists them all."""
+    root, suffix = tmp_path / "all broken", ".mp4" if "num_frames" in entries else ".png"
+    root.mkdir()
+    names = [f"{'ab'[number % 2]}_{number}{suffix}" for number in range(3)]
+    for name in names:
+        (root / name).write_bytes(b"broken")
+    if "captions" in entries:
+        entries = entries | {"captions": str(tmp_path / "captions.tsv")}
+        (tmp_path / "captions.tsv").write_text("".join(f"{name}\ta text\n" for name in names))
+    path = root
+    if "columns" in entries:
+        path = tmp_path / "all of them.csv"
+        path.write_text("picture,kind\n" + "".join(f"{root / name},k\n" for name in names))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = refusal(path=str(path), **entries)
+    command = shlex.split(re.search(r"`(.*)` lists what cannot be read", text).group(1))
+    assert command[:2] == ["python", "launch/index.py"]
+    code, out, error = here("index.py", command[2:], monkeypatch, capsys)
+    assert code == 0 and "unreadable: 3 (read whole)" in out, out + error
+    assert all(f"{name}: " in out for name in names)
+
+
+@pytest.mark.parametrize("recipe", ["dit-small", "iddpm-small"])
+def test_another_number_of_classes(tmp_path, recipe):
+    """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn anew
+    as the message says.
+    """
+    run, _ = checked(load(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
+    system = systems.build(run.system, run.model)
+    (part,) = system.parts
+    save_file({name: value.clone() for name, value in system.networks()[part].state_dict().items()},
+              tmp_path / "ten.safetensors")
+    words = [f"folder={tmp_path / 'run'}", f"data.path={folder(tmp_path / 'two')}",
+             f"init_from={tmp_path / 'ten.safetensors'}"]
+    (text,) = lines(recipe, *words)
+    entry = re.search(r"write (model\.num_classes=\d+) \(weights of init_from then lose", text).group(1)
+    found = lines(recipe, *words, entry)
+    assert found[0].endswith("20 images, 2 classes of 10, no captions")
+    assert any("rows in the file, " in line and "replaced by fresh rows" in line for line in found), found
