@@ -174,7 +174,7 @@ def _own_data(options: QualityOptions, run: Run) -> Images:
                   open_sources(run.data, run=options.folder)[split == "held_out"])
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
-    return Sourced(Spread(source, None if options.write_reference is None else options.num))
+    return Sourced(Spread(source.squares(), None if options.write_reference is None else options.num))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dstrain import quality as module
 from dstrain import recipe, systems
@@ -71,6 +72,23 @@ def test_a_run(run, words, tmp_path):
     assert f"{result['figures']['fid']:.5g}" in report(path, result)
     (name, text, plot), = _evaluations(tmp_path / "out", remarks := [])
     assert not remarks and "21 drawn samples" in text and "fid" in text and not plot.exists()
+
+
+def test_images_in_buckets(words, tmp_path):
+    """Oracle: the statistics of the same folder without buckets, whose images are cut to squares."""
+    pictures, written, generator = tmp_path / "data", [], np.random.default_rng(0)
+    pictures.mkdir()
+    for number, size in enumerate([(40, 20), (20, 40), (20, 20)] * 3):
+        Image.fromarray(generator.integers(0, 256, (*size, 3), np.uint8)).save(pictures / f"{number}.png")
+    for buckets in ("null", "[[24,16],[16,24]]"):
+        entries = ["model.num_classes=null", "model.in_channels=3", "data.channels=3", "samples.guidance_scale=1",
+                   f"data.path={pictures}", f"data.buckets={buckets}"]
+        begun = recipe.load(ROOT / "tests/launch/tiny.yaml", entries)
+        (folder := tmp_path / str(len(written))).mkdir()
+        (folder / "run.yaml").write_text(recipe.dump(begun), encoding="utf-8")
+        written.append(tmp_path / f"{len(written)}.npz")
+        write_reference(QualityOptions(("fid",), (words,), folder, batch=4, write_reference=written[-1]))
+    assert all(map(np.array_equal, *(np.load(path).values() for path in written)))
 
 
 def test_super_resolution(words, tmp_path, monkeypatch):

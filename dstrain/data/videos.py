@@ -194,6 +194,9 @@ class Mixed(Source):
             return super().order(global_batch, seed)
         return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
 
+    def squares(self) -> Source:
+        return replace(self, videos=self.videos.squares(), frames=None)
+
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
