@@ -159,28 +159,36 @@ class Sized(Bucketed):
 
 class Timed(Bucketed):
     """Clips by how many frames they have: each belongs to the longest bucket that it fills. One that fills none belongs
-    to the shortest, where its last frame is repeated.
+    to the shortest, where its last frame is repeated; one that cannot be read is left out.
 
     durations: frames of the buckets, which stand from the longest to the shortest, since whoever shows or tries a few
-    samples takes the first. On all ranks together.
+    samples takes the first. On all ranks together. ConfigError: no clip can be read.
     """
 
     def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
         durations = tuple(sorted(durations, reverse=True))
         super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
+        if not sum(self.counts):
+            raise ConfigError(f"{whole.where}: none of its {len(whole):,} clips can be read: `{whole.check}` lists "
+                              "what is wrong with each")
+
+    def fingerprint(self) -> str:
+        return f"{self.whole.fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        frames = self.whole.cut.available(block[:, 0])
+        frames, unread = self.whole.cut.available(block[:, 0]), block[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)                          # (n, buckets), False ... True
-        header["short"] = header.get("short", 0) + int((~fills[:, -1]).sum())
-        return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), None
+        header["unread"] = header.get("unread", 0) + int(unread.sum())
+        header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
+        return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
 
     def shape_words(self, shape: int) -> str:
         return f"{shape} frame{'s' * (shape != 1)}"
 
     def remarks(self) -> list[str]:
-        short, least = self.header["short"], self.shape_words(self.shapes[-1])
-        return [f"{short:,} shorter than {least}: their last frame is repeated"] if short else []
+        short, unread, least = self.header["short"], self.header["unread"], self.shape_words(self.shapes[-1])
+        words = [f"{unread:,} left out, which cannot be read"] if unread else []
+        return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])
 
 
 def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:

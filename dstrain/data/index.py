@@ -33,7 +33,7 @@ COLUMNS = {                                # name: (type, default); of "ends" th
     "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
     "caption_ends": (np.uint64, None),
     "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
-_CHECKED = 1 << 29                         # bytes of an index that is read at each start: a tenth of a second
+_CHECKED = 1 << 29                         # bytes of an index that is read at each start: 0.1 s from memory
 CHUNK = 1 << 16                            # samples that are worked on at a time
 
 

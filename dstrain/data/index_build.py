@@ -69,7 +69,7 @@ def write_splits(index: Index, held_out: float) -> None:
     ConfigError: they cannot be written there.
     """
     if not index.has_splits(held_out):
-        with _locked(index.folder):
+        with locked(index.folder):
             if not index.has_splits(held_out):
                 index.write_splits(held_out)
 
@@ -106,7 +106,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
         index = _in_memory(layout)
         if index is not None:
             return layout, index
-    with _locked(folder):
+    with locked(folder):
         return _found(folder, path, files, request, anew=True) or (layout, _on_disk(layout, folder))
 
 
@@ -139,7 +139,7 @@ def _unpacked(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Waits until no other command makes this index. ConfigError: it cannot be written there."""
     with write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,15 +13,17 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.clips import count_frames
+from dstrain.data.columns import ELSEWHERE
 from dstrain.data.folder import of_each
 from dstrain.data.images import encoded
 from dstrain.data.index import CHUNK, Index
-from dstrain.data.index_build import from_first
+from dstrain.data.index_build import from_first, locked
 from dstrain.data.layouts.base import Layout, Place
 from dstrain.data.pixels import FORMATS, open_image
 from dstrain.data.source import BadSample, reading
 from dstrain.data.storage import with_retries
 from dstrain.ranks.phases import phases
+from dstrain.recipe import write_errors
 
 _CLIPS = 1024                              # files between two writes, where each may take long
 
@@ -60,9 +62,25 @@ def frames_of(layout: Layout, place: Place) -> int:
 
 def _table(layout: Layout, index: Index, name: str, width: int, read: Callable[[Place], tuple[int, ...]],
            chunk: int) -> np.ndarray:
-    """int32 (N, width): what `read` says of each sample, 0 where it cannot be read; on all ranks together."""
+    """int32 (N, width): what `read` says of each sample, 0 where it cannot be read; on all ranks together.
+
+    Beside an index on a disk, one command at a time writes it. ConfigError: it cannot be written there.
+    """
     path = None if index.folder is None else index.folder / f"{name}.bin"
-    table = from_first(lambda: _read(layout, index, path, width, read, chunk))
+
+    def stands() -> bool:
+        return path.exists() and path.stat().st_size == len(index) * width * np.dtype(np.int32).itemsize
+
+    def make() -> np.ndarray | None:
+        if path is None:
+            return _read(layout, index, None, width, read, chunk)
+        if not stands():
+            with locked(index.folder), write_errors(index.folder, ELSEWHERE):
+                if not stands():
+                    _read(layout, index, path, width, read, chunk)
+        return None
+
+    table = from_first(make)
     return np.memmap(path, np.int32, "r").reshape(-1, width) if table is None else table
 
 
@@ -76,8 +94,6 @@ def _read(layout: Layout, index: Index, path: Path | None, width: int, read: Cal
             return (0,) * width
 
     size = width * np.dtype(np.int32).itemsize               # bytes of a row
-    if path is not None and path.exists() and path.stat().st_size == len(index) * size:
-        return None
     part = path and path.with_suffix(".part")
     done = part.stat().st_size // size if part and part.exists() else 0
     rows = []

@@ -4,8 +4,9 @@
     COLUMN.sums     uint64, the checksum of each block of 4,096 bytes
 
 A table of gigabytes is thus never read whole, and no altered byte of it is used. The checksum of a block is the sum of
-its words of 8 bytes times odd numbers, modulo 2^64. A change within one word always changes it, any other one almost
-surely. It takes a tenth of the time of a cryptographic hash, and is no protection against somebody who makes it fit.
+its words of 8 bytes times odd numbers, modulo 2^64, where the upper half of a word has been added to its lower half by
+XOR: else two flipped upper bits would cancel. A change within one word always changes the sum, any other one almost
+surely. It takes a fraction of the time of a cryptographic hash, and is no protection against somebody who makes it fit.
 """
 
 import mmap
@@ -73,7 +74,7 @@ class Verified:
         if not self._seen[block]:
             start = block * _BLOCK
             words = np.frombuffer(self._view, np.uint64, min(_BLOCK, len(self._view) - start) // 8, start)
-            if len(words) * 8 < _BLOCK or words @ _odd(len(words)) != self._sums[block]:     # the last one, or altered
+            if len(words) * 8 < _BLOCK or _mixed(words) @ _odd(len(words)) != self._sums[block]:   # last, or altered
                 self._verify_range(block, block + 1)
             self._seen[block] = 1
 
@@ -109,11 +110,15 @@ def _sums(view: Any, blocks: range) -> np.ndarray:
     """The checksums of blocks that stand one behind the other: uint64 (blocks,)."""
     words, (whole, rest) = _BLOCK // 8, divmod(min(blocks.stop * _BLOCK, len(view)) - blocks.start * _BLOCK, _BLOCK)
     table = np.frombuffer(view, np.uint64, whole * words, blocks.start * _BLOCK).reshape(whole, words)
-    sums = table @ _odd(words)
+    sums = _mixed(table) @ _odd(words)
     if not rest:
         return sums
     last = bytes(view[len(view) - rest:]).ljust(_BLOCK, b"\0")
-    return np.append(sums, np.frombuffer(last, np.uint64)[None] @ _odd(words))
+    return np.append(sums, _mixed(np.frombuffer(last, np.uint64)[None]) @ _odd(words))
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    return words ^ words >> np.uint64(32)
 
 
 @cache

@@ -176,6 +176,7 @@ class Mixed(Source):
         self.classes = self.videos.classes if self.images.labelled else ()
         self.captioned = self.videos.captioned and self.images.captioned
         self.uncaptioned = self.videos.uncaptioned or self.images.uncaptioned
+        self.where = f"{self.videos.where} or {self.images.where}"
         self.dropped = {*([] if self.captioned else ["caption"]), *([] if self.classes else ["label"])}
 
     def __len__(self) -> int:

@@ -43,9 +43,9 @@ def first_of(world: int) -> Iterator[None]:
         create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
     linear, asked = nn.functional.linear, torch.cuda.is_available
     found = asked()
-    torch.cuda.is_available = lambda: found       # fake tensors ask at each operation, and each answer loads a library
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
+        torch.cuda.is_available = lambda: found   # fake tensors ask at each operation, and each answer loads a library
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
         with FakeTensorMode(allow_non_fake_inputs=True), _Zeros():
             yield

@@ -5,8 +5,10 @@ import os
 import pickle
 import shutil
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dstrain.data import layouts
+from dstrain.data import layouts, sizes
 from dstrain.data.batches import Batches
 from dstrain.data.files import Files
 from dstrain.data.images import Images, open_images
@@ -208,11 +210,25 @@ def test_verified_columns(tmp_path, dtype):
                         column[key]
             else:
                 assert column[first] == values[first]
+    path.unlink()
+    path.write_bytes(bytes(byte ^ 128 * (place in (7, 15)) for place, byte in enumerate(content[:16])) + content[16:])
+    assert not Verified(path, dtype, len(content)).is_whole()                # the upper bits of two words
     for file, damage in ((path, b"x"), (path.with_suffix(".sums"), b"x" * 8)):
         file.write_bytes(file.read_bytes() + damage)
         with pytest.raises(ValueError, match="bytes"):
             Verified(path, dtype, len(content))
         file.write_bytes(file.read_bytes()[:-len(damage)])
+
+
+def test_two_commands_read_one_table(tmp_path, monkeypatch):
+    """Oracle: the pixels of the images, each of which is read once: the second command waits for the first."""
+    layout, index = open_index(folder(tmp_path / "d", 2, 20), Request(SUFFIXES), tmp_path / "i")
+    asked, size_of = [], sizes.size_of
+    monkeypatch.setattr(sizes, "size_of", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1])
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: sizes.pixel_sizes(layout, index), range(2))
+    assert len(asked) == 40 and np.array_equal(first, second)
+    assert first.tolist() == [list(size_of(layout, index.place(row))) for row in range(40)]
 
 
 def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):

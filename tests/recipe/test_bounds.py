@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
-from dstrain.recipe import ConfigError, Run, files, problems
+from dstrain.recipe import ConfigError, NotRead, Run, files, problems
 from dstrain.recipe.section import MAY_CHANGE, Resume, Section, fields, filled_in, fixed, subsection
 from dstrain.systems.base import SystemConfig
 
@@ -277,6 +277,8 @@ def test_errors_in_other_words(tmp_path):
     with pytest.raises(ConfigError, match="run/saved is a folder where a file belongs"), \
             recipe.write_errors("folder=run", "make room"):
         raise IsADirectoryError(21, "Is a directory", "run/.saved.tmp", None, "run/saved")
+    with pytest.raises(NotRead, match="^altered: remove it$"), recipe.write_errors("x", "y"):
+        raise NotRead("altered: remove it")
     with recipe.reworded(), recipe.write_errors("x", "y"):
         pass
 
