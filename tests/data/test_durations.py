@@ -146,7 +146,7 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
     source = opened(folder, images=str(images), image_share=0.25)[0]
     assert len(source) == 20 and source.ends == (5, 10, 15, 20)
     assert [source[index]["video"].shape[0] for index in (0, 5, 10, 15, 19)] == [9, 5, 3, 1, 1]
-    assert {item["video"].shape[0] for item in source.squares()} == {9}
+    assert {source.squares()[index]["video"].shape[0] for index in range(len(source))} == {9}
     assert source[15]["frames"] == 1 and source.name(15) in {path.relative_to(images).as_posix()
                                                              for path in images.rglob("*.png")}
     steps = [[next(batches(source, rank, 2, 2).at(step))["video"].shape[1] for rank in range(2)] for step in range(4)]
