@@ -169,8 +169,8 @@ class Timed(Bucketed):
         durations = tuple(sorted(durations, reverse=True))
         super().__init__(whole, durations, frame_counts(whole.layout, whole.index), whole.cut.stride)
         if not sum(self.counts):
-            raise ConfigError(f"{whole.where}: none of its {len(whole):,} clips can be read: `{whole.check}` lists "
-                              "what is wrong with each")
+            raise ConfigError(f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what "
+                              "cannot be read")
 
     def fingerprint(self) -> str:
         return f"{self.whole.fingerprint()}, {self.shapes} frames: {self.counts}"
