@@ -1,7 +1,7 @@
 """The index of data, made and described: how many samples of what, their classes, captions, sizes, and broken files."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from dstrain.data.clips import Cut
 from dstrain.data.folder import of_each
 from dstrain.data.images import Images
 from dstrain.data.index import CHUNK, Index
-from dstrain.data.layouts.base import Layout
-from dstrain.data.sizes import pixel_sizes, size_of
+from dstrain.data.layouts.base import Layout, Place
+from dstrain.data.sizes import frame_counts, frames_of, pixel_sizes, size_of
 from dstrain.data.source import BadSample
 from dstrain.data.sources import index_of
+from dstrain.data.verified import Verified
 from dstrain.data.videos import Videos
 from dstrain.recipe import Data
 
@@ -44,13 +45,20 @@ def index_data(options: IndexOptions) -> dict[str, Any]:
     result = {"path": options.data.path, "layout": layout.kind, "samples": len(index), "index": str(index.folder),
               "bytes": sum(index.header["columns"].values()), "classes": _classes(index),
               "captions": _captions(layout, index), "checked": options.check}
-    sizes = pixel_sizes(layout, index) if images else None
-    if sizes is not None:
+    broken: Iterator[tuple[str, str]] | None = None
+    if images:
+        sizes = pixel_sizes(layout, index)
         result |= _sizes(sizes)
-    broken = _checked(options, layout, index) if options.check else _without_header(layout, index, sizes)
-    named = [list(entry) for _, entry in zip(range(_BROKEN), broken)]
-    number = len(named) + sum(1 for _ in broken)
-    return result | {"unreadable": number if options.check or images else None, "unreadable_names": named}
+        broken = _unmeasured(layout, index, sizes, size_of)
+    elif options.data.buckets:
+        frames = frame_counts(layout, index)
+        result["frames"] = _frames(frames, options.data)
+        broken = _unmeasured(layout, index, frames, frames_of)
+    if options.check:
+        broken = _checked(options, layout, index)
+    named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
+    number = None if broken is None else len(named) + sum(1 for _ in broken)
+    return result | {"unreadable": number, "unreadable_names": named}
 
 
 def _classes(index: Index) -> dict[str, Any] | None:
@@ -82,7 +90,17 @@ def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
     return {"share": captioned / len(index), "number": number, "most": index.most_captions, "bytes": quantiles}
 
 
-def _sizes(sizes: np.ndarray) -> dict[str, Any]:
+def _frames(frames: Verified, data: Data) -> dict[str, int]:
+    """How many clips are as long as each of data.buckets, and no longer one."""
+    cut, table = Cut(data.num_frames, 1, 1, stride=data.frame_stride), Counter()
+    for start in range(0, len(frames), CHUNK):
+        counts = frames[start:start + CHUNK][:, 0]
+        for count in cut.available(counts[counts > 0]).tolist():
+            table[max((duration for duration in data.durations if duration <= count), default=0)] += 1
+    return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
+
+
+def _sizes(sizes: Verified) -> dict[str, Any]:
     """Tables of sizes, of shorter sides and of aspect ratios: how many images have each."""
     exact, sides, ratios = Counter(), Counter(), Counter()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
@@ -101,12 +119,13 @@ def _sizes(sizes: np.ndarray) -> dict[str, Any]:
             "aspect_ratios": {name: ratios[name] for name in names if ratios[name]}}
 
 
-def _without_header(layout: Layout, index: Index, sizes: np.ndarray | None) -> Iterator[tuple[str, str]]:
-    """(name, reason) of each image whose header cannot be read."""
-    for start in range(0, len(index), CHUNK) if sizes is not None else ():
-        for row in (np.flatnonzero(sizes[start:start + CHUNK, 0] == 0) + start).tolist():
+def _unmeasured(layout: Layout, index: Index, table: Verified,
+                measure: Callable[[Layout, Place], Any]) -> Iterator[tuple[str, str]]:
+    """(name, reason) of each sample that could not be measured."""
+    for start in range(0, len(index), CHUNK):
+        for row in (np.flatnonzero(table[start:start + CHUNK][:, 0] == 0) + start).tolist():
             try:
-                size_of(layout, index.place(row))
+                measure(layout, index.place(row))
             except BadSample as error:
                 yield error.path, error.reason
 
@@ -140,11 +159,12 @@ def report(result: dict[str, Any]) -> str:
         lines += [f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
                   f"  smallest: {_row(classes['smallest'])}", f"  largest:  {_row(classes['largest'])}"]
     lines.append(f"captions: {_caption_words(result['captions'])}")
-    for name in ("sizes", "shorter_sides", "aspect_ratios"):
+    for name in ("frames", "sizes", "shorter_sides", "aspect_ratios"):
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0
             lines.append(f"{name.replace('_', ' ')}: {_row(table)}" + (f", {others:,} other sizes" if others else ""))
-    how = "read whole" if result["checked"] else "headers alone were read; --check reads all"
+    quick = "frames were counted" if "frames" in result else "headers alone were read"
+    how = "read whole" if result["checked"] else f"{quick}; --check reads all"
     if result["unreadable"] is None:
         return "\n".join([*lines, "unreadable: --check looks for them"])
     lines += [f"unreadable: {result['unreadable']:,} ({how})",

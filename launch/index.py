@@ -19,7 +19,8 @@ usage:  python launch/index.py DATA [options] [data.key=value ...]
   --captions            lists the captions of images, too
   --check               reads every sample whole, and not the headers of images alone
   --json                prints JSON
-  data.key=value        as in a recipe: data.num_frames=17 for clips, data.captions=FILE
+  data.key=value        as in a recipe: data.num_frames=17 for clips, data.captions=FILE; with data.buckets=[5,9,17],
+                        the frames of clips are counted
 
 An interrupted listing goes on where it was.
 

@@ -1,7 +1,7 @@
 """Images and clips by bucket: the samples of a source, sorted by the bucket that each belongs to, and cut to its shape.
 
-Which samples a bucket has is worked out once, by rank 0, from what sizes.py reads. Beside an index on a disk it is kept
-in a file that all ranks and workers map, so that none of them holds a list:
+Which samples a bucket has is worked out once, by rank 0, from what sizes.py reads. Beside the index it is kept in a
+file that all ranks and workers map, so that none of them holds a list:
 
     buckets-KEY/index.json      sealed: how many samples each bucket has, and how many are left out or enlarged
     buckets-KEY/members.bin, .sums
@@ -27,7 +27,7 @@ from dstrain.data.indexed import Indexed
 from dstrain.data.sizes import frame_counts, pixel_sizes
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.spread import View
-from dstrain.data.verified import Verified, write_sums
+from dstrain.data.verified import Verified, open_shared, open_whole, write_sums
 from dstrain.data.videos import Mixed, Videos
 from dstrain.disk import atomic, sealed
 from dstrain.recipe import ConfigError, write_errors
@@ -38,20 +38,21 @@ _OUT = 65535                                   # uint16, the bucket of samples t
 
 @dataclass
 class _Members:
-    """Places of samples; of a file they are mapped again in another process."""
+    """Places of samples in a file, which another process maps again."""
 
-    path: Path | None = None
-    dtype: str = "int64"
-    size: int = 0                              # bytes of the file
-    array: np.ndarray | Verified | None = field(default=None, repr=False)
+    path: Path
+    dtype: str
+    size: int                                  # bytes of the file
+    array: Verified | None = field(default=None, repr=False)
 
     def at(self, index: int) -> Any:
+        """ConfigError: the file is not to be seen from here. NotRead: it was altered."""
         if self.array is None:
-            self.array = Verified(self.path, self.dtype, self.size)
+            self.array = open_shared(self.path, self.dtype, self.size)
         return self.array[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | ({} if self.path is None else {"array": None})
+        return self.__dict__ | {"array": None}
 
 
 class Bucketed(View):
@@ -63,13 +64,12 @@ class Bucketed(View):
 
     ends: tuple[int, ...] = ()                 # behind the last sample of each bucket
 
-    def __init__(self, whole: Indexed, shapes: tuple, table: np.ndarray, rule: Any) -> None:
+    def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
         self.chance_name, self.chance_count = whole.chance_name, whole.chance_count
-        self.shapes, self.rule, folder = shapes, rule, whole.index.folder
-        if folder is not None:
-            key = [shapes, rule, whole.split, whole.chosen.number, whole.chosen.names]
-            folder = folder / f"buckets-{blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
+        self.shapes, self.rule = shapes, rule
+        key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names])
+        folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.header, self.members = from_first(lambda: _sorted(self, table, folder))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
@@ -198,14 +198,9 @@ def by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | M
     return Timed(source, durations)
 
 
-def _sorted(source: Bucketed, table: np.ndarray, folder: Path | None) -> tuple[dict[str, Any], _Members]:
-    """How many samples the buckets have, and their places; written to the folder, or in memory."""
-    number = len(source.whole)
-    dtype = "uint32" if number < 1 << 32 else "uint64"
-    if folder is None:
-        buckets = np.empty(number, np.uint16)
-        header = _chosen(buckets, source, table)
-        return header, _Members(array=_filled(np.empty(sum(header["counts"]), dtype), buckets, header["counts"]))
+def _sorted(source: Bucketed, table: Verified, folder: Path) -> tuple[dict[str, Any], _Members]:
+    """How many samples the buckets have, and their places; written to the folder, unless they stand there."""
+    dtype = "uint32" if len(source.whole) < 1 << 32 else "uint64"
     header = _whole(folder, dtype)
     if header is None:
         with write_errors(folder, "name another folder for the index with data.index=FOLDER"):
@@ -214,12 +209,9 @@ def _sorted(source: Bucketed, table: np.ndarray, folder: Path | None) -> tuple[d
 
 
 def _whole(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """What stands in the folder; None: it is not there, or damaged."""
+    """What stands in the folder; None: it is not there, or altered."""
     header = read_sealed(folder / HEADER)
-    try:
-        return header and Verified(folder / "members.bin", dtype, _size(header, dtype)) and header
-    except (OSError, ValueError):
-        return None
+    return header if header and open_whole(folder / "members.bin", dtype, _size(header, dtype)) else None
 
 
 def _size(header: dict[str, Any], dtype: str) -> int:
@@ -227,7 +219,7 @@ def _size(header: dict[str, Any], dtype: str) -> int:
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
-def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> dict[str, Any]:
+def _written(source: Bucketed, table: Verified, folder: Path, dtype: str) -> dict[str, Any]:
     """Makes the folder, which is there at once and whole: other commands may be about the same one."""
     building = folder.with_name(f"{folder.name}.{os.getpid()}")
     building.mkdir(parents=True, exist_ok=True)
@@ -236,7 +228,8 @@ def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> d
         header = _chosen(buckets, source, table)
         number = _size(header, dtype) // np.dtype(dtype).itemsize
         members = np.memmap(building / "members.bin", dtype, "w+", shape=(number,))
-        _filled(members, buckets, header["counts"]).flush()
+        _fill(members, buckets, header["counts"])
+        members.flush()
         write_sums(building / "members.bin", members)
         (building / "by_sample.bin").unlink()
         atomic.write(building / HEADER, sealed.render(header))
@@ -251,18 +244,18 @@ def _written(source: Bucketed, table: np.ndarray, folder: Path, dtype: str) -> d
     return header
 
 
-def _chosen(buckets: np.ndarray, source: Bucketed, table: np.ndarray) -> dict[str, Any]:
+def _chosen(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
     """Writes the bucket of each sample, uint16, and counts them."""
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
         rows = slice(start, min(start + CHUNK, len(buckets)))
-        bucket, out = source.choose(np.asarray(table[rows] if members is None else table[members[rows]]), header)
+        bucket, out = source.choose(table[rows] if members is None else table[members[rows]], header)
         buckets[rows] = bucket if out is None else np.where(out, _OUT, bucket)
         counts += np.bincount(bucket if out is None else bucket[~out], minlength=len(counts))
     return header | {"counts": counts.tolist()}
 
 
-def _filled(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> np.ndarray:
+def _fill(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> None:
     """The samples sorted by bucket, some at a time."""
     free = np.cumsum(counts) - counts                          # where the next sample of each bucket goes
     for start in range(0, len(buckets), CHUNK):
@@ -271,4 +264,3 @@ def _filled(members: np.ndarray, buckets: np.ndarray, counts: list[int]) -> np.n
             own = np.flatnonzero(block == bucket) + start
             members[free[bucket]:free[bucket] + len(own)] = own
             free[bucket] += len(own)
-    return members

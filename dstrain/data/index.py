@@ -10,7 +10,6 @@ An index of few samples is kept in memory instead, in arrays of the same names. 
 """
 
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dstrain.data.layouts.base import Place
-from dstrain.data.verified import Verified, write_sums
+from dstrain.data.verified import CHECKED, Verified, mapped, open_whole, write_sums
 from dstrain.disk import atomic, sealed
 from dstrain.ranks.phases import phases
 from dstrain.recipe import ConfigError, write_errors
@@ -33,7 +32,6 @@ COLUMNS = {                                # name: (type, default); of "ends" th
     "offset": (np.int64, 0), "size": (np.int64, -1), "label": (np.int32, 0), "captions": (None, None),
     "caption_ends": (np.uint64, None),
     "captions_ends": (np.uint64, None)}    # of the captions of a sample, in caption_ends
-_CHECKED = 1 << 29                         # bytes of an index that is read at each start: 0.1 s from memory
 CHUNK = 1 << 16                            # samples that are worked on at a time
 
 
@@ -79,7 +77,7 @@ class Index:
 
     def is_whole(self) -> bool:
         """Whether all columns are what was written; a large index is not read for that, but verified as it is used."""
-        if sum(self.header["columns"].values()) > _CHECKED:
+        if sum(self.header["columns"].values()) > CHECKED:
             return True
         return all(column.is_whole() for column in self._columns.values())
 
@@ -142,15 +140,15 @@ class Index:
             raise ConfigError(f"{folder} is not to be seen from here, damaged, or of other data: remove it, or write "
                               "data.index=FOLDER, a folder that all machines share")
         row = header[split]
-        return Split(row["number"], _members_of(folder, split, row), row["counts"], row["names"])
+        return Split(row["number"], Verified(*_members_of(folder, split, row)), row["counts"], row["names"])
 
     def has_splits(self, held_out: float) -> bool:
         """Whether the splits stand on the disk as they were written; large ones are verified as they are used."""
-        header = self._splits(held_out) if held_out else None
-        if header is None or len(self) * np.dtype(header["train"]["dtype"]).itemsize > _CHECKED:
-            return not held_out or header is not None
-        folder = self._split_folder(held_out)
-        return all(_members_of(folder, split, header[split]).is_whole() for split in ("train", "held_out"))
+        if not held_out:
+            return True
+        folder, header = self._split_folder(held_out), self._splits(held_out)
+        return header is not None and all(open_whole(*_members_of(folder, split, header[split]))
+                                          for split in ("train", "held_out"))
 
     def write_splits(self, held_out: float) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time. ConfigError: it cannot be written there.
@@ -181,7 +179,7 @@ class Index:
                         ahead.result()
             dtype, unseen = _rows_type(self).__name__, None
             for name in ("held_out", "train"):                         # the few are counted
-                members = _mapped(folder / f"{name}.bin", dtype)
+                members = np.frombuffer(mapped(folder / f"{name}.bin"), dtype)
                 counts = None if unseen is None else np.subtract(self.header["counts"], unseen).tolist()
                 split = _counted(self, members, names[name], counts)
                 header[name] = {"number": split.number, "dtype": dtype, "counts": split.counts, "names": split.names}
@@ -197,7 +195,7 @@ class Index:
             return None
         rows = {split: header[split] for split in ("train", "held_out")}
         try:
-            number = sum(len(_members_of(folder, split, row)) for split, row in rows.items())
+            number = sum(len(Verified(*_members_of(folder, split, row))) for split, row in rows.items())
         except (OSError, ValueError):
             return None
         return header if number == len(self) else None
@@ -292,15 +290,9 @@ def _counted(index: Index, members: np.ndarray, names: Any, known: list[int] | N
     return Split(len(members), members, counts.tolist() if known is None else known, names.hexdigest())
 
 
-def _members_of(folder: Path, split: str, row: dict[str, Any]) -> Verified:
-    """The places of a split's samples. OSError, ValueError: they are not there, or not so many."""
-    return Verified(folder / f"{split}.bin", row["dtype"], row["number"] * np.dtype(row["dtype"]).itemsize)
-
-
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"", dtype)
+def _members_of(folder: Path, split: str, row: dict[str, Any]) -> tuple[Path, str, int]:
+    """The file with the places of a split's samples, their type, and its bytes."""
+    return folder / f"{split}.bin", row["dtype"], row["number"] * np.dtype(row["dtype"]).itemsize
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:

@@ -6,8 +6,8 @@
     FOLDER/KEY.lock        one command at a time lists
 
 FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where launch/index.py makes it.
-Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory. Rank 0 lists, the
-others wait.
+Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory, unless buckets need
+their sizes, too, which take longer to read. Rank 0 lists, the others wait.
 """
 
 import fcntl
@@ -40,6 +40,7 @@ _SMALL = 50_000                            # samples that are kept in memory
 _WATCHED = 10_000                          # files and folders that are asked for their time of change
 _SYNC = 1.0                                # seconds of listing that may be lost
 _TICK = 20_000_000                         # ns in which a file system's clock may stand still
+_BESIDE = ("noun", "key", "cache", "mixed", "measured")    # of a request: they do not decide what is listed
 _OF_REQUEST = ("data.captions=", "data.class_list=")       # files elsewhere, which are watched, too
 _T = TypeVar("_T")
 
@@ -102,7 +103,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
             return found
     layout, folder = recognised(path, files, request), folders[0]
     layout.prepare(_unpacked(folder))
-    if kept is None and not _building(folder).exists():
+    if kept is None and not request.measured and not _building(folder).exists():
         index = _in_memory(layout)
         if index is not None:
             return layout, index
@@ -111,7 +112,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
 
 
 def _key(path: str, request: Request) -> str:
-    own = {name: value for name, value in asdict(request).items() if name not in ("noun", "key", "cache", "mixed")}
+    own = {name: value for name, value in asdict(request).items() if name not in _BESIDE}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 

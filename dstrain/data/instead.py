@@ -46,15 +46,18 @@ def without_samples(layout: Layout) -> ConfigError:
     suffix = max(counts, key=lambda suffix: (suffix in known, counts[suffix]))
     name, more = first[suffix], counts[suffix] - 1
     others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
-    remedy = known.get(suffix, _UNKNOWN).format(key=request.key, root=layout.root, name=name, noun=noun,
-                                                latents=_of_latents(layout.root, name))
+    remedy = known.get(suffix, _UNKNOWN)
+    latents = _of_latents(layout.root, name) if "{latents}" in remedy else ""
+    remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
                        f"It holds {name}{others}: {remedy}")
 
 
 def _of_latents(root: str, name: str) -> str:
     """How latents that others have cached are taken over, where one of their files is `name`."""
-    if root.endswith(".zip"):
+    if "://" in root:
+        place = None                                             # launch/encode.py reads them from a disk
+    elif root.endswith(".zip"):
         place = Path(root)
     else:
         place = next((folder for folder in Path(root, name).parents[:_ABOVE]

@@ -67,7 +67,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None,
         return _open_clips(data, run, mixed)
     if data.path == MOVING or holds_videos(data.path):
         raise ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
-    request = request_of(data, captions=data.embeddings is not None, mixed=mixed)
+    request = request_of(data, captions=data.embeddings is not None, mixed=mixed, measured=data.buckets is not None)
     common = dict(channels=data.channels, held_out=data.held_out, held_out_path=data.held_out_path, draft=data.draft,
                   request=request, index=data.index, run=run, crop=Crop.of(data), sizes=data.size_conditions)
     train = open_images(data.path, data.image_size, split="train", **common)
@@ -152,8 +152,9 @@ def _open_clips(data: Data, run: Path | None, mixed: bool) -> tuple[Source, Sour
         raise ConfigError(f"data.num_frames={data.num_frames}: {data.path} holds no clips: leave it out, or write "
                           f"data.path={MOVING}")
     cut = Cut(data.num_frames, height, data.image_size, data.channels, data.frame_stride)
-    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions,
-                  request=request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed), index=data.index, run=run)
+    request = request_of(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=data.buckets is not None)
+    common = dict(held_out=data.held_out, held_out_path=data.held_out_path, captions=data.captions, request=request,
+                  index=data.index, run=run)
     train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
     unseen = None
     if data.held_out or data.held_out_path:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from dstrain.disk import atomic
-from dstrain.recipe import NotRead
+from dstrain.recipe import ConfigError, NotRead
 
+CHECKED = 1 << 29                          # bytes that are read at each start, at most: 0.1 s from memory
 _BLOCK = 1 << 12                           # bytes
 _MANY = 1 << 8                             # blocks that are summed at once: they stay in a core's cache
 
@@ -34,18 +35,19 @@ def write_sums(path: Path, values: Any) -> None:
 
 class Verified:
     """A column that is mapped: values of `dtype`, None for bytes. Indexed by an int, a slice or an array of ints >= 0.
+    A dtype of several values makes a table, whose rows are indexed.
 
     size: bytes that the file has. OSError, ValueError: it or its checksums are not there, or of another size.
     """
 
     def __init__(self, path: Path, dtype: Any, size: int) -> None:
-        self._view, sums = _mapped(path), _mapped(path.with_suffix(".sums"))
+        self._view, sums = mapped(path), mapped(path.with_suffix(".sums"))
         count = -(-size // _BLOCK)
         if (len(self._view), len(sums)) != (size, 8 * count):
             raise ValueError(f"{path} and its checksums have {len(self._view)} and {len(sums)} bytes")
         self._path, self._sums, self._seen = path, np.frombuffer(sums, np.uint64), bytearray(count)
         self._values = self._view if dtype is None else np.frombuffer(self._view, dtype)
-        self._width = 1 if dtype is None else self._values.itemsize
+        self._width = 1 if dtype is None else np.dtype(dtype).itemsize
 
     def __len__(self) -> int:
         return len(self._values)
@@ -100,7 +102,26 @@ class Verified:
                 self._seen[start:blocks.stop] = b"\1" * len(blocks)
 
 
-def _mapped(path: Path) -> Any:
+def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
+    """A column as it was written; None: it is not there, or altered. A large one is verified as it is used."""
+    try:
+        column = Verified(path, dtype, size)
+    except (OSError, ValueError):
+        return None
+    return column if size > CHECKED or column.is_whole() else None
+
+
+def open_shared(path: Path, dtype: Any, size: int) -> Verified:
+    """A column that this or another process has just found whole. ConfigError: it is not to be seen from here."""
+    try:
+        return Verified(path, dtype, size)
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} is not to be seen from here, or damaged: remove {path.parent}, or write "
+                          "data.index=FOLDER, a folder that all machines share") from None
+
+
+def mapped(path: Path) -> Any:
+    """The bytes of a file, which is not read before they are used."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""

@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, **entries):
-    return open_sources(Data(path=str(folder), image_size=32, buckets=SHAPES, **entries))
+    kept = {"index": str(folder.with_name("index"))}                          # else it would be the user's cache
+    return open_sources(Data(path=str(folder), image_size=32, **kept | {"buckets": SHAPES} | entries))
 
 
 def batches(source, rank=0, world=1, micro=4, **options):
@@ -72,11 +73,11 @@ def test_enlarged_pictures_are_counted_or_left_out(folder):
     assert all(Image.open(folder / left.name(index)).size != (20, 20) for index in range(37))
     assert len(opened(folder, max_upscale=1.6)[0]) == 40
     with pytest.raises(ConfigError, match="give smaller data.buckets"):
-        open_sources(Data(path=str(folder), image_size=32, buckets=[[512, 512]], max_upscale=2))
+        opened(folder, buckets=[[512, 512]], max_upscale=2)
 
 
 def test_an_index_on_a_disk(folder, tmp_path):
-    """Oracle: the source whose index is in memory; what a worker receives of one on a disk has no list in it."""
+    """Oracle: the source that was made first; what a worker receives has no list in it, and needs the folder."""
     plain, kept = opened(folder)[0], opened(folder, index=str(tmp_path))[0]
     again = opened(folder, index=str(tmp_path))[0]
     assert [plain.name(i) for i in range(40)] == [kept.name(i) for i in range(40)] == [again.name(i) for i in range(40)]
@@ -86,10 +87,15 @@ def test_an_index_on_a_disk(folder, tmp_path):
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[5]["image"], plain[5]["image"])
     sizes = {path: path.stat().st_size for path in files}
-    for path in files:                             # damaged, both are made anew
-        path.write_bytes(path.read_bytes()[:-1])
-        assert opened(folder, index=str(tmp_path))[0].name(39) == plain.name(39)
-        assert path.stat().st_size == sizes[path]
+    for path in files:                             # damaged, all are made anew
+        for damaged in (path.read_bytes()[:-1], path.read_bytes()[:-9] + b"\1" + path.read_bytes()[-8:]):
+            path.write_bytes(damaged)
+            assert opened(folder, index=str(tmp_path))[0].name(39) == plain.name(39)
+            assert path.stat().st_size == sizes[path]
+    sent = pickle.loads(pickle.dumps(again))
+    shutil.rmtree(files[0].parent)
+    with pytest.raises(ConfigError, match="members.bin is not to be seen from here, or damaged: remove .*data.index="):
+        sent.name(5)
     assert len(opened(folder, index=str(tmp_path), max_upscale=1.5)[0]) == 37
     assert len(opened(folder, index=str(tmp_path), held_out=0.5)[0]) < 40
 

@@ -44,8 +44,10 @@ def folder(tmp_path_factory):
     return write_clips(tmp_path_factory.mktemp("clips") / "data")
 
 
-def opened(folder, buckets=BUCKETS, **entries):
-    return open_sources(Data(path=str(folder), image_size=16, num_frames=max(buckets), buckets=buckets, **entries))
+def opened(folder, buckets=BUCKETS, run=None, **entries):
+    entries.setdefault("index", str(Path(folder).with_name("index")))                # else it would be the user's cache
+    return open_sources(Data(path=str(folder), image_size=16, num_frames=max(buckets), buckets=buckets, **entries),
+                        run=run)
 
 
 def batches(source, rank=0, world=1, micro=4, **options):
@@ -82,16 +84,18 @@ def test_a_stride_takes_longer_clips(folder):
 
 
 def test_an_index_on_a_disk(folder, tmp_path, monkeypatch):
-    """Oracle: the source whose index is in memory; frames are counted once, and a worker receives no list."""
-    plain, kept = opened(folder)[0], opened(folder, index=str(tmp_path))[0]
-    (table,) = tmp_path.glob("*/frames.bin")
+    """Oracle: by hand; frames are counted once for both splits and all later commands, and a worker receives no list."""
+    plain, run = opened(folder)[0], tmp_path / "run"
+    kept = opened(folder, index=None, run=run)[0]
+    (table,) = run.glob("index/*/frames.bin")
     assert np.fromfile(table, np.int32).tolist() == [LENGTHS[number] for number in range(15)]
     monkeypatch.setattr("dstrain.data.sizes.count_frames", None)               # a second count would fail
-    again = opened(folder, index=str(tmp_path))[0]
+    opened(folder, index=None, run=run, held_out=0.5)
+    again = opened(folder, index=None, run=run)[0]
     assert [plain.name(i) for i in range(15)] == [kept.name(i) for i in range(15)] == [again.name(i) for i in range(15)]
     sent = pickle.loads(pickle.dumps(again))
     assert sent.members.array is None and torch.equal(sent[7]["video"], plain[7]["video"])
-    assert opened(folder, [5, 1], index=str(tmp_path))[0].counts == (10, 5)    # another rule, by the same table
+    assert opened(folder, [5, 1], index=None, run=run)[0].counts == (10, 5)    # another rule, by the same table
 
 
 def test_one_length_a_step_at_any_number_of_ranks(folder):
@@ -133,7 +137,7 @@ def test_a_broken_clip_is_replaced_by_one_of_its_length(folder, tmp_path):
     broken.write_bytes(b"not a video")
     batch, bad = first.read_batch(torch.tensor([0, 1]))
     assert [name for name, _ in bad] == [broken.name] and torch.equal(batch["video"][0], longest)
-    anew = opened(copy)[0]
+    anew = opened(copy, index=str(tmp_path / "anew"))[0]
     assert broken.name not in {anew.name(index) for index in range(len(anew))} and len(anew) == len(first) - 1
     assert anew.header["unread"] == 1 and "1 left out, which cannot be read" in anew.describe()
     assert anew.fingerprint() != first.fingerprint()

@@ -35,6 +35,7 @@ from dstrain.index_data import IndexOptions, index_data, report
 from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data import check_index_scale
 from tests.support import gloo
+from tests.support.clips import moving, write_pictures
 from tests.support.pictures import folder, picture
 
 WORDS = st.text("ab\u00e9Z_.-", min_size=1, max_size=4).filter(lambda name: name.strip(".") and name[0] != ".")
@@ -157,7 +158,8 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
     part ends the reading and counts no picture as broken; removing what the message says makes it anew.
     """
     root, kept = folder(tmp_path / "d", 2, 20), tmp_path / "i"
-    monkeypatch.setattr("dstrain.data.index._CHECKED", 0)                    # large enough not to be read at the start
+    for module in ("index", "verified"):                                     # large enough not to be read at the start
+        monkeypatch.setattr(f"dstrain.data.{module}.CHECKED", 0)
     monkeypatch.setattr("dstrain.data.verified._BLOCK", 64)
     opened = lambda: open_images(root, 16, index=kept, held_out=0.3)
     whole = opened()
@@ -227,8 +229,8 @@ def test_two_commands_read_one_table(tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, "size_of", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1])
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: sizes.pixel_sizes(layout, index), range(2))
-    assert len(asked) == 40 and np.array_equal(first, second)
-    assert first.tolist() == [list(size_of(layout, index.place(row))) for row in range(40)]
+    assert len(asked) == 40 and np.array_equal(first[:], second[:])
+    assert first[:].tolist() == [list(size_of(layout, index.place(row))) for row in range(40)]
 
 
 def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
@@ -406,14 +408,18 @@ def test_pixel_sizes(tmp_path):
     root = folder(tmp_path / "d", 2, 3)
     picture(1, 50, 20).save(root / "c0" / "x.png")
     (root / "c1" / "000.png").write_bytes(b"no picture")
-    for kept in (None, tmp_path / "i"):
-        source = open_images(root, 16, index=kept)
-        sizes = pixel_sizes(source.layout, source.index)
-        assert sizes.dtype == np.int32 and sizes.tolist() == [
-            [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
-            for name in map(source.name, range(len(source)))]
+    source = open_images(root, 16, index=tmp_path / "i")
+    sizes = pixel_sizes(source.layout, source.index)[:].copy()
+    assert sizes.dtype == np.int32 and sizes.tolist() == [
+        [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
+        for name in map(source.name, range(len(source)))]
+    content = (root / "c0" / "x.png").read_bytes()
     (root / "c0" / "x.png").write_bytes(b"")
     assert pixel_sizes(source.layout, source.index)[3].tolist() == [50, 20]
+    (root / "c0" / "x.png").write_bytes(content)
+    table = source.index.folder / "sizes.bin"
+    table.write_bytes(b"\1" + table.read_bytes()[1:])                        # altered, it is made anew
+    assert np.array_equal(pixel_sizes(source.layout, source.index)[:], sizes)
 
 
 def test_the_description(tmp_path):
@@ -432,6 +438,19 @@ def test_the_description(tmp_path):
     assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
     assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
     assert "sizes: 40x30 5, 50x20 1" in report(quick) and "truncated" in report(whole)
+
+
+def test_the_description_of_clips(tmp_path):
+    """Oracle: counting by hand: how many clips are as long as each bucket, with a stride of 2, and the broken one."""
+    for number, frames in enumerate((3, 9, 10, 17, 18, 40)):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        write_pictures(tmp_path / "d" / f"{number}.gif", moving(frames, 16, 16))
+    (tmp_path / "d" / "6.gif").write_bytes(b"no clip")
+    data = Data(path=str(tmp_path / "d"), index=str(tmp_path / "i"), num_frames=9, buckets=[9, 5], frame_stride=2)
+    quick = index_data(IndexOptions(data))
+    assert quick["frames"] == {"9 or more": 3, "5 or more": 2, "fewer": 1} and quick["unreadable"] == 1
+    assert "frames: 9 or more 3, 5 or more 2, fewer 1" in report(quick) and "6.gif" in report(quick)
+    assert index_data(IndexOptions(data.model_copy(update={"buckets": None})))["unreadable"] is None
 
 
 def _rank(root: Path, kept: Path | None) -> tuple:
