@@ -14,7 +14,8 @@ float32 latents has as many bytes as mean and deviation in float16.
 
 2026-11-22, a virtual disk, medians of 15 rounds on a busy machine: files 2,800 samples a second, shards 410,000; cold
 files 760, cold 1,700, expected 150,000. The fastest rounds: 3,300 and 450,000; 2,400, 2,500, 180,000. In memory on a
-quieter machine 9,900 and 470,000: there the bytes of the latents are the limit.
+quieter machine 9,900 and 470,000, on another 8,100 and 200,000 (450,000 where nothing is read in between): there the
+bytes of the latents are the limit, which numpy copies at 680,000.
 """
 
 import argparse

@@ -163,14 +163,14 @@ class Source(ABC):
         chance_count), see `read`.
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
+        for place in () if mirrored is None else mirrored.nonzero()[:, 0].tolist():
+            item = items[place]                    # before they are stacked: picking rows of a batch copies them twice
+            items[place] = item | {name: item[name].flip(-1) for name in _MIRRORED if name in item}
         batch = default_collate(items)             # numbers become int64 (b,)
         if "right" in batch:                       # what a mirrored crop leaves out on its left was on its right
             right = batch.pop("right")
             if mirrored is not None:
                 batch["size"][mirrored, _LEFT] = right[mirrored]
-        for name in _MIRRORED if mirrored is not None else ():
-            if name in batch:
-                batch[name][mirrored] = batch[name][mirrored].flip(-1)
         return batch, bad
 
 
