@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -22,6 +23,7 @@ from PIL import Image
 
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data import packing
+from dstrain.data.captioned import add_captions
 from dstrain.data.index import Index
 from dstrain.data.index_build import from_first
 from dstrain.data.indexed import Indexed
@@ -30,7 +32,7 @@ from dstrain.data.packing import FORMAT, INDEX, PACKING, ShardWriter, hash_of
 from dstrain.data.pixels import FORMATS
 from dstrain.data.source import Item
 from dstrain.data.sources import holds_videos, index_of
-from dstrain.data.storage import require_regular, storage_fails, with_retries
+from dstrain.data.storage import read_text, require_regular, storage_fails, with_retries
 from dstrain.disk import atomic, sealed, small
 from dstrain.ranks import group
 from dstrain.ranks.bars import Bar
@@ -45,6 +47,21 @@ _RECORDS = ".records"                      # a record of each shard that is writ
 
 class _Packable(Indexed):
     """The samples of an index as files, for the fingerprint of their names, labels, captions and sizes."""
+
+    @property
+    def beside(self) -> bool:
+        """The captions of clips may stand in files beside them, and not in the index."""
+        return bool(self.layout.notes.get("beside"))
+
+    def captions(self, row: int) -> tuple[str, ...]:
+        return (read_text(Path(self.layout.root, self.index.name(row)).with_suffix(".txt")),) if self.beside else \
+            self.index.captions(row)
+
+    def _texts(self, numbers: range) -> bytes:
+        texts = blake2b()
+        for names in self._files(numbers) if self.beside else ():
+            add_captions(texts, self.path, names)
+        return texts.digest() if self.beside else super()._texts(numbers)
 
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")
@@ -77,7 +94,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
     plan = from_first(lambda: _plan(options, files))
     if first:
         words = f"{len(index.classes):,} classes" if index.classes else "no classes"
-        words += ", captions" if index.most_captions else ", no captions"
+        words += ", captions" if plan["captions"] else ", no captions"
         print(f"data: {options.data.path}: {len(index):,} {plan['noun']}, {words}; {plan['shard_samples']:,} a shard",
               flush=True)
     with claimed(options.out, "packs", lambda: _prepare(options, plan)):
@@ -89,7 +106,7 @@ def pack(options: PackOptions) -> dict[str, Any]:
                    if (record := _whole(options.out, plan["format"], number, earlier)) is not None}
         whole = {number for number, _ in of_all_ranks(records.items())}
         missing = [number for number in range(count) if number not in whole]
-        records |= _make(options, plan, layout, index, missing)
+        records |= _make(options, plan, files, missing)
         return _finish(options, plan, index, dict(of_all_ranks(records.items())))
 
 
@@ -109,11 +126,11 @@ def _plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
     """What determines the shards, as packing.json says it."""
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
-    sizes = [len(content) for _, content, _, _ in _read(layout, index, rows, lambda name, reason: None)]
+    sizes = [len(content) for _, content, _, _ in _read(files, rows, lambda name, reason: None)]
     samples = max(1, round(options.shard_bytes / max(np.mean(sizes), 1)))
     return {"format": options.format, "noun": layout.request.noun, "number": len(index), "shard_samples": samples,
-            "shard_bytes": options.shard_bytes, "classes": len(index.classes), "captions": index.most_captions,
-            "data": files.contents()}
+            "shard_bytes": options.shard_bytes, "classes": len(index.classes),
+            "captions": 1 if files.beside else index.most_captions, "data": files.contents()}
 
 
 def _prepare(options: PackOptions, plan: dict[str, Any]) -> str | None:
@@ -166,13 +183,13 @@ def _whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
     return None
 
 
-def _make(options: PackOptions, plan: dict[str, Any], layout: Layout, index: Index,
+def _make(options: PackOptions, plan: dict[str, Any], files: _Packable,
           missing: list[int]) -> dict[int, dict[str, Any]]:
     """Writes this rank's share of the missing shards; a record of each."""
-    mine, size, total = missing[group.rank()::group.world()], plan["shard_samples"], len(index)
+    mine, size, total = missing[group.rank()::group.world()], plan["shard_samples"], len(files)
     bad: list[tuple[str, str]] = []
     rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
-    samples = _read(layout, index, rows, lambda name, reason: bad.append((name, reason)))
+    samples = _read(files, rows, lambda name, reason: bad.append((name, reason)))
     write = _write_shard if plan["format"] == "shards" else _write_tar
     records = {}
     done = total - sum(min(size, total - number * size) for number in missing)
@@ -182,7 +199,7 @@ def _make(options: PackOptions, plan: dict[str, Any], layout: Layout, index: Ind
             path = _shard(options.out, plan["format"], number)
             with write_errors(path, SAME_COMMAND), atomic.replacing(path) as temporary:
                 with open(temporary, "wb") as file:
-                    write(file, islice(samples, here), number * size, layout.request.suffixes)
+                    write(file, islice(samples, here), number * size, files.layout.request.suffixes)
                 record = {"name": path.name, "size": temporary.stat().st_size, "hash": hash_of(temporary),
                           "samples": here, "bad": [list(entry) for entry in bad[before:]]}
             require_readable(len(bad), total, options.max_bad_fraction, "files")
@@ -193,13 +210,15 @@ def _make(options: PackOptions, plan: dict[str, Any], layout: Layout, index: Ind
     return records
 
 
-def _read(layout: Layout, index: Index, rows: Iterator[int] | list[int],
-          bad: Callable[[str, str], None]) -> Iterator[Sampled]:
+def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]) -> Iterator[Sampled]:
     """The samples of some rows, read ahead by threads. One that cannot be read has no bytes; `bad` gets its name."""
+    layout, index = files.layout, files.index
+
     def read(row: int) -> tuple[Sampled, str | None]:
-        place = index.place(row)
+        place, captions = index.place(row), ()
         try:
             content, problem = with_retries(lambda: _encoded(layout.read(place))), None
+            captions = with_retries(lambda: files.captions(row))
         except NotRead:
             raise
         except Exception as error:                    # a hostile file may raise anything
@@ -209,7 +228,7 @@ def _read(layout: Layout, index: Index, rows: Iterator[int] | list[int],
                               "then give the same command again") from None
             content, problem = b"", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         label = index.label(row) if index.labelled else None
-        return (place.name, content, label, index.captions(row)), problem
+        return (place.name, content, label, captions), problem
 
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque = deque()

@@ -62,7 +62,7 @@ OWNERS = {
 # What may be called while a module is imported: it makes a value and does no work.
 VALUES = {"re.compile", "frozenset", "set", "dict", "tuple", "list", "dict.fromkeys", "Path", "TypeVar", "np.uint64",
           "Field", "field", "BeforeValidator", "ConfigDict", "fixed", "filled_in", "Resume", "torch.device",
-          "threading.local", "_class.add_implicit_resolver", "Chip", "Metric", "Struct"}
+          "threading.local", "_class.add_implicit_resolver", "Chip", "Metric", "Struct", "Lock"}
 DECORATORS = {"dataclass", "field_validator", "model_validator", "torch.no_grad", "torch.compiler.disable"}
 
 

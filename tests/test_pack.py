@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import load_file
 
+from dstrain.data import rows
+from dstrain.data.clips import Cut
 from dstrain.data.files import LocalFiles
 from dstrain.data.images import open_images
 from dstrain.data.layouts import recognised
@@ -22,10 +24,12 @@ from dstrain.data.layouts.packed import PackedFiles
 from dstrain.data.packing import ShardWriter, samples_of, shard_name
 from dstrain.data.pixels import SUFFIXES
 from dstrain.data.source import BadSample
+from dstrain.data.videos import open_videos
 from dstrain.disk import sealed
 from dstrain.pack import PackOptions, _write_tar, pack
 from dstrain.recipe import ConfigError, Data
 from tests.support import gloo
+from tests.support.clips import moving, write_pictures
 from tests.support.pictures import break_file, folder
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -266,3 +270,26 @@ def test_what_is_refused(tmp_path):
     layout = recognised(str(out), LocalFiles(out), Request((".mp4",), "clips"))
     with pytest.raises(ConfigError, match="holds images, not clips: leave data.num_frames out"):
         layout.parts()
+
+
+@pytest.mark.parametrize("kind", ["shards", "tar"])
+def test_captions_beside_clips(tmp_path, kind):
+    """Oracle: the texts that were written beside the clips; one that cannot be read is a bad file, and a text that was
+    changed is other data.
+    """
+    for number in range(3):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        write_pictures(tmp_path / "d" / f"{number}.gif", moving(3, 16, 16, seed=number))
+        (tmp_path / "d" / f"{number}.txt").write_text(f" a thing, {number} times\n")
+    options = PackOptions(Data(path=str(tmp_path / "d"), num_frames=3, index=str(tmp_path / "i")), tmp_path / "out", kind)
+    pack(options)
+    source = open_videos(tmp_path / "out", Cut(3, 16, 16))
+    assert all(torch.equal(source[n]["caption"], rows.packed(f"a thing, {n} times")) for n in range(3))
+    (tmp_path / "d" / "1.txt").write_text("another thing")
+    with pytest.raises(ConfigError, match="holds other shards: data"):
+        pack(options)
+    for number in (1, 2):
+        (tmp_path / "d" / f"{number}.txt").unlink()
+        (tmp_path / "d" / f"{number}.txt").mkdir()
+    with pytest.raises(ConfigError, match="2 of 3"):
+        pack(PackOptions(options.data, tmp_path / "again", kind))

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct, error as StructError
+from threading import Lock
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -26,7 +27,9 @@ _LOCAL = Struct("<4sHHHHHIIIHH")
 _FIELD = Struct("<HH")                     # of an extra field: its kind and its bytes
 _COMMENT, _SLACK = 1 << 16, 32             # bytes; of a member's extra field, above what common writers write
 _BLOCK = 1 << 20
-_MOST_ARRAY = 1 << 28                    # bytes of an array
+_MOST_ARRAY = 1 << 28                      # bytes of an array
+_LARGE = 1 << 24                           # bytes that a member may inflate to while others do
+_INFLATING = Lock()
 
 
 class Member(NamedTuple):
@@ -164,7 +167,10 @@ def inflated(content: bytes, most: int) -> bytes:
     """Deflated bytes, unpacked. ConfigError: they are damaged, cut off, or become more than `most`."""
     stream = zlib.decompressobj(-15)
     try:
-        whole = stream.decompress(content, most + 1)
+        whole = stream.decompress(content, min(most, _LARGE) + 1)
+        if len(whole) > _LARGE:
+            with _INFLATING:                                 # many threads read, and each may meet a bomb
+                whole += stream.decompress(stream.unconsumed_tail, most + 1 - len(whole))
     except zlib.error as error:
         raise ConfigError(f"its compressed data are damaged ({error})") from None
     if len(whole) > most:

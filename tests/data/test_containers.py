@@ -7,6 +7,8 @@ import pickle
 import struct
 import tarfile
 import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import braceexpand
@@ -18,6 +20,7 @@ import torchvision
 import webdataset
 from PIL import Image
 
+from dstrain.data import zipped as zip_files
 from dstrain.data.clips import Cut
 from dstrain.data.files import LocalFiles, expanded
 from dstrain.data.images import open_images
@@ -482,3 +485,30 @@ def test_clips_in_tars(tmp_path):
     assert len(source) == len(expected) == 3
     for i in range(3):
         assert all(torch.equal(source[i][name], expected[i][name]) for name in ("video", "caption"))
+
+
+def test_bombs_beside_each_other_inflate_in_turn(monkeypatch):
+    """Oracle: a count of the threads that inflate more than a picture has at a time."""
+    writer, most = zlib.compressobj(9, zlib.DEFLATED, -15), 2 * zip_files._LARGE
+    bomb, now, together = writer.compress(bytes(most)) + writer.flush(), [], []
+
+    class Watched:
+        def __init__(self, *words):
+            self.stream, self.calls = decompressobj(*words), 0
+
+        def decompress(self, content, limit):
+            self.calls += 1
+            now.extend([None] * (self.calls == 2))
+            together.append(len(now))
+            inflated = self.stream.decompress(content, limit)
+            del now[:self.calls == 2]
+            return inflated
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+    decompressobj = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", Watched)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(len(content) == most for content in threads.map(lambda _: zip_files.inflated(bomb, most), range(8)))
+    assert max(together) == 1

@@ -40,12 +40,12 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [3])           # the others: test_iddpm.py
 def test_kill_minus_nine(undisturbed, stage):
-    """Oracle: the undisturbed run: after kill -9 the same command ends with the same bits of everything, snapshots of
-    averages included.
+    """Oracle: the undisturbed run: after kill -9, its workers' too, the same command ends with the same bits of
+    everything, snapshots of averages included.
     """
     folder = undisturbed(stage)
     killed, averages = folder.parent / "killed", AVERAGES[stage]
-    kill_in_the_middle(train(killed, stage, *averages), killed, 20)
+    kill_in_the_middle(train(killed, stage, *averages, "data.workers=1"), killed, 20)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
     finish(train(killed, stage, *averages))
     assert_equal_runs(folder, killed)
@@ -58,7 +58,7 @@ def test_sigterm_to_the_launcher(undisturbed):
     """Oracle: the undisturbed run: ranks that lose their launcher save, end, and the same command goes on to equal bits."""
     folder = undisturbed(2)
     stopped = folder.parent / "stopped"
-    process = begin(train(stopped, 2, launcher=True), folder.parent / "stopped.log")
+    process = begin(train(stopped, 2, "data.workers=1", launcher=True), folder.parent / "stopped.log")
     wait_for(stopped / "checkpoints" / "step_00000020", process, folder.parent / "stopped.log")
     process.send_signal(signal.SIGTERM)
     wait_for_end(process.pid)
@@ -130,7 +130,7 @@ def test_signal_to_a_rank(tmp_path):
     """Oracle: the documented exit code 75, a checkpoint of the step that the log names, and a page that says so, though
     no page was due; the lines of a beginning, in the order of what is done, and no warning of what is in order.
     """
-    folder, words = tmp_path / "run", ("steps=100000", "every.save=50", "every.report_page=1000000")
+    folder, words = tmp_path / "run", ("steps=100000", "every.save=50", "every.report_page=1000000", "data.workers=1")
     process = begin(train(folder, 2, *words, launcher=True), tmp_path / "log")
     wait_for(folder / "checkpoints" / "step_00000050", process, tmp_path / "log")
     os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
