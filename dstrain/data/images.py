@@ -9,7 +9,7 @@ import io
 import lzma
 import zlib
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -82,6 +82,13 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
     return images(*open_index(held_out_path, unseen, index, run), classes=classes, key=unseen.key)
 
 
+@cache
+def _unpacked(split: str) -> tuple[bytes, np.ndarray]:
+    """The pixels and labels of a split of Fashion; a command opens it several times."""
+    with np.load(Path(__file__).parent / "builtin" / "fashion-mini.npz") as file:
+        return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
+
+
 @dataclass
 class Fashion(Source):
     """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package (see builtin/).
@@ -97,10 +104,9 @@ class Fashion(Source):
     light = True
 
     def __post_init__(self) -> None:
-        with np.load(Path(__file__).parent / "builtin" / "fashion-mini.npz") as file:
-            splits = ("train", "held_out") if self.split == "all" else (self.split,)
-            pixels = b"".join(lzma.decompress(file[split].tobytes()) for split in splits)
-            self.labels = np.concatenate([file[f"{split}_label"] for split in splits])
+        splits = ("train", "held_out") if self.split == "all" else (self.split,)
+        pixels = b"".join(_unpacked(split)[0] for split in splits)
+        self.labels = np.concatenate([_unpacked(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))           # (N, 32, 32)
 

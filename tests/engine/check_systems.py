@@ -37,10 +37,10 @@ from tests.engine.check_engines import gathered
 from tests.support import tokenizers
 from tests.support.launch import ROOT, free_port
 
-BEFORE, AFTER, EXTRA = 8, 20, 5
+BEFORE, AFTER, EXTRA = 8, 12, 5
 ROUNDING = 1e-7                                       # the root mean square of a gradient that is nothing else
-GAME = 22                                             # the vae's step from which its adversary plays
-NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 24        # in DeepSpeed's own files; the step
+GAME = 14                                             # the vae's step from which its adversary plays
+NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16        # in DeepSpeed's own files; the step
 
 # Recipe and overrides. With dropout the micro-batch is named, since masks belong to it; the others' is what each number
 # of ranks makes of the global batch. Discriminators begin before the checkpoint, or after it.

@@ -33,7 +33,7 @@ def checked(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_goes_on_elsewhere(checked, way):
     """Oracle: the run that was not interrupted, on 2 ranks at stage 2 (ways are written ranks/stage): the same samples
-    in each global batch; every loss of 20 further steps within LOSSES with the recipe's own optimizer (as many as
+    in each global batch; every loss of 12 further steps within LOSSES with the recipe's own optimizer (as many as
     check_systems.steady says where two networks play); EMA, masters, what a system learns on the side.
     """
     case = way.split()[0]
