@@ -202,7 +202,8 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     system.accepts(source)
     _require_samples(run, system)
     config = systems.config(run.system, run.model)
-    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
+    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels,
+                    own=not (run.data.mixture or run.data.held_out_path))
     checked_quality(run, system, source, held_out)            # asks for a label of each class
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     with _collecting(problems := []):
