@@ -118,8 +118,9 @@ def _path_problems(run: Run) -> list[str]:
 def _data_problems(data: Data) -> list[str]:
     """What is wrong with the paths of the data, of all sources of a mixture."""
     parts = data.parts() or (data,)
-    problems = [problem for part in parts for key, path in (("data.path", part.path),
-                                                            ("data.held_out_path", part.held_out_path))
+    sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
+    problems = [problem for section, part in zip(sections, parts)
+                for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
                 if path is not None and (problem := _data_path_problem(key, path))]
     problems += [f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out" for part in parts
                  if part.held_out and part.path.startswith("builtin:")]
