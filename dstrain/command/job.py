@@ -143,7 +143,7 @@ def _share(one: str, other: str) -> bool:
 
 
 def _data_path_problem(key: str, path: str) -> str | None:
-    from dstrain.data.layouts import is_elsewhere
+    from dstrain.data.layouts import is_elsewhere, strange_address
     from dstrain.data.sources import BUILTINS
 
     if path.startswith("builtin:"):
@@ -151,7 +151,7 @@ def _data_path_problem(key: str, path: str) -> str | None:
     if is_elsewhere(path):                        # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
-        return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):
         return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
     try:
