@@ -113,8 +113,8 @@ def require_there(data: str, files: Files) -> None:
     """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
     listed = files.listed if isinstance(files, LocalFiles) else []
     if absent := [name for name in listed if not os.path.exists(files.local(name))]:
-        raise ConfigError(f"{data} names {len(listed):,} files, and {absent[0]} is not there (missing: {len(absent):,}): "
-                          "shorten the pattern, or fetch what is missing")
+        raise ConfigError(f"{data} names {len(listed):,} files, and {absent[0]} is not there (missing: "
+                          f"{len(absent):,}): shorten the pattern, or fetch what is missing")
 
 
 def before_pattern(path: str) -> str | None:

@@ -196,7 +196,8 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is no text: put it into quotes", key_node.start_mark)
             name, colon, value = key.partition(":")
-            if node.flow_style and colon and key_node.style is None and value_node.value == "":
+            empty = value_node.value == "" and value_node.tag.endswith(":null")      # not as '' is
+            if node.flow_style and colon and key_node.style is None and empty:
                 problem = f"{{{key}}} lacks a space after the colon: write {{{name}: {value}}}"
                 raise _Unspaced(None, None, problem, key_node.start_mark)
             if key in seen:
