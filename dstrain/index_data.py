@@ -44,7 +44,8 @@ def index_data(options: IndexOptions) -> dict[str, Any]:
     images = options.data.num_frames is None
     result = {"path": options.data.path, "layout": layout.kind, "samples": len(index), "index": str(index.folder),
               "bytes": sum(index.header["columns"].values()), "classes": _classes(index),
-              "captions": _captions(layout, index), "checked": options.check}
+              "captions": _captions(layout, index),
+              "captions_listed": options.captions or not images, "checked": options.check}
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = pixel_sizes(layout, index)
@@ -150,7 +151,7 @@ def _checked(options: IndexOptions, layout: Layout, index: Index) -> Iterator[tu
 
 def report(result: dict[str, Any]) -> str:
     """The lines that are printed in the end."""
-    lines = [f"{result['path']}: {result['layout']}, {result['samples']:,} samples",
+    lines = [f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
              f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB"]
     if (classes := result["classes"]) is None:
         lines.append("classes: none")
@@ -158,7 +159,9 @@ def report(result: dict[str, Any]) -> str:
         empty = f", {classes['empty']:,} of them empty" if classes["empty"] else ""
         lines += [f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
                   f"  smallest: {_row(classes['smallest'])}", f"  largest:  {_row(classes['largest'])}"]
-    lines.append(f"captions: {_caption_words(result['captions'])}")
+    unlisted = result["captions"] is None and not result["captions_listed"]
+    hint = "; --captions lists those of images, such as X.txt beside X.png" if unlisted else ""
+    lines.append(f"captions: {_caption_words(result['captions'])}{hint}")
     for name in ("frames", "sizes", "shorter_sides", "aspect_ratios"):
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0

@@ -67,7 +67,8 @@ def main() -> None:
     if group.rank() == 0:
         shards = index["shards"]
         bad = [entry for shard in shards for entry in shard["bad"]]
-        print(f"{index['number']:,} {index['noun']} in {options.out}: {len(shards):,} {options.format}, "
+        kind = options.format.removesuffix("s") + "s" * (len(shards) != 1)
+        print(f"{index['number']:,} {index['noun']} in {options.out}: {len(shards):,} {kind}, "
               f"{sum(shard['size'] for shard in shards) / 1e9:.3f} GB"
               + (f"; {len(bad)} could not be read and are empty, such as {bad[0][0]} ({bad[0][1]})" if bad else ""))
     group.leave()

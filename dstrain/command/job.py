@@ -118,8 +118,9 @@ def _path_problems(run: Run) -> list[str]:
 def _data_problems(data: Data) -> list[str]:
     """What is wrong with the paths of the data, of all sources of a mixture."""
     parts = data.parts() or (data,)
-    problems = [problem for part in parts for key, path in (("data.path", part.path),
-                                                            ("data.held_out_path", part.held_out_path))
+    sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
+    problems = [problem for section, part in zip(sections, parts)
+                for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path))
                 if path is not None and (problem := _data_path_problem(key, path))]
     problems += [f"data.held_out={part.held_out}: {part.path} holds out images itself: leave it out" for part in parts
                  if part.held_out and part.path.startswith("builtin:")]
@@ -142,7 +143,7 @@ def _share(one: str, other: str) -> bool:
 
 
 def _data_path_problem(key: str, path: str) -> str | None:
-    from dstrain.data.layouts import is_elsewhere
+    from dstrain.data.layouts import is_elsewhere, strange_address
     from dstrain.data.sources import BUILTINS
 
     if path.startswith("builtin:"):
@@ -150,7 +151,7 @@ def _data_path_problem(key: str, path: str) -> str | None:
     if is_elsewhere(path):                        # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
-        return f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+        return strange_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
     if not os.path.isdir(path) and not os.path.isfile(path):
         return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
     try:
@@ -202,7 +203,8 @@ def _check_data_and_folder(run: Run, options: JobOptions, resolved: dict[str, An
     system.accepts(source)
     _require_samples(run, system)
     config = systems.config(run.system, run.model)
-    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels)
+    require_classes(run.data.path, source, held_out, config.num_labels, config.num_labels_field, config.without_labels,
+                    own=not (run.data.mixture or run.data.held_out_path))
     checked_quality(run, system, source, held_out)            # asks for a label of each class
     remarks = described(run.data, source, held_out, run.directory) + _initial_weights(run, system, options)
     with _collecting(problems := []):

@@ -109,6 +109,14 @@ class LocalFiles(Files):
         return Path(self.root, name)
 
 
+def require_there(data: str, files: Files) -> None:
+    """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
+    listed = files.listed if isinstance(files, LocalFiles) else []
+    if absent := [name for name in listed if not os.path.exists(files.local(name))]:
+        raise ConfigError(f"{data} names {len(listed):,} files, and {absent[0]} is not there (missing: "
+                          f"{len(absent):,}): shorten the pattern, or fetch what is missing")
+
+
 def before_pattern(path: str) -> str | None:
     """The last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet; None: there is none."""
     place = re.search(r"[{*]", path)

@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.columns import Columns, ELSEWHERE
-from dstrain.data.files import Files
+from dstrain.data.files import Files, require_there
 from dstrain.data.folder import few, of_each
 from dstrain.data.index import CHUNK, Index, VERSION, WATCHED, read_sealed
 from dstrain.data.layouts import files_of, recognised
@@ -101,6 +101,7 @@ def _open(path: str, request: Request, kept: str | Path | None, run: Path | None
         found = _found(folder, path, files, request)
         if found is not None:
             return found
+    require_there(f"{request.key}={path}", files)
     layout, folder = recognised(path, files, request), folders[0]
     layout.prepare(_unpacked(folder))
     if kept is None and not request.measured and not _building(folder).exists():

@@ -1,5 +1,6 @@
 """What data without samples hold instead, and what would make them work: the end of a refusal."""
 
+import re
 import shlex
 from collections import Counter
 from itertools import islice
@@ -47,6 +48,8 @@ def without_samples(layout: Layout) -> ConfigError:
     name, more = first[suffix], counts[suffix] - 1
     others = f" and {more:,}{'' if sum(counts.values()) < _LOOKED else ' or more'} like it" if more else ""
     remedy = known.get(suffix, _UNKNOWN)
+    if "{root}/{name}" in remedy and (within := re.match(r".*?\.(tar|zip)(?=/)", name, re.IGNORECASE)):
+        remedy = f"unpack {within[0]} first"                     # a member has no path
     latents = _of_latents(layout.root, name) if "{latents}" in remedy else ""
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dstrain.data.folder import few
 from dstrain.data.source import Source
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -91,10 +92,11 @@ def is_split(name: str) -> bool:
 
 
 def require_classes(path: str, source: Source, held_out: Source | None, number: int | None, field: str = "",
-                    without: str = "") -> None:
+                    without: str = "", own: bool = False) -> None:
     """ConfigError where a model that learns `number` labels (None: none) would learn them from data that have others.
 
-    path: of the data, for messages. field, without: SystemConfig.num_labels_field and .without_labels.
+    path: of the data, for messages. field, without: SystemConfig.num_labels_field and .without_labels. own: the data
+    hold `held_out` out by themselves.
     """
     classes = len(source.classes)
     if number is None or classes == number:
@@ -109,8 +111,19 @@ def require_classes(path: str, source: Source, held_out: Source | None, number: 
                           f"class into a folder of its own{_about_prefixes(source)}, or name a list with a column "
                           f"`label`, data.path=FILE.csv{remedy}")
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
-        raise ConfigError(f"the held-out data have no classes, and data.path={path} has {classes}: put the files of "
-                          "each class into a folder of its own, named as there")
+        raise ConfigError(_held_out_without_classes(path, source, held_out, own))
+
+
+def _held_out_without_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
+    unseen = held_out.where.partition("=")[2]
+    share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
+    if own and unseen.endswith("_val_lmdb"):                   # LSUN's, where one category alone has them
+        names = [f"{name}_val_lmdb" for name in source.classes if not os.path.isdir(f"{path}/{name}_val_lmdb")]
+        return (f"data.path={path} holds out {os.path.basename(unseen)} alone, and nothing of its other classes: add "
+                f"{few(names)}{share}")
+    which = f"the held-out data, {unseen}," if own else "the held-out data"
+    return (f"{which} have no classes, and data.path={path} has {len(source.classes)}: put the files of each class "
+            f"into a folder of its own, named as there{share}")
 
 
 def _about_prefixes(source: Source) -> str:

@@ -153,7 +153,8 @@ def as_array(value: Any) -> Array:
             raise ValueError(f"{kind} of {array.shape}")
         return array
     except (AttributeError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"it holds no plain array where one is expected ({str(error)[:100]})") from None
+        detail = f" ({str(error)[:100]})" if isinstance(error, ValueError) else ""
+        raise ConfigError(f"it holds no plain array where one is expected{detail}") from None
 
 
 def _text(value: Any) -> str:

@@ -52,7 +52,8 @@ def reading(name: str, path: Path) -> Iterator[None]:
             raise NotRead(f"{path} cannot be read ({type(error).__name__}: {error}), and the fault is not the file's: "
                           "mend the storage or free memory, then give the same command again") from None
         reason = " ".join(str(error).replace(str(path), name).split())[:300]
-        raise BadSample(name, f"{type(error).__name__}: {reason}") from error
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise BadSample(name, kind + reason) from error
 
 
 class Source(ABC):

@@ -104,6 +104,8 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
         try:
             _put(values, key, _parse(text))
             overridden.add(key)
+        except _Unspaced as error:
+            problems.append(f"{shown}: {error.problem}")
         except yaml.YAMLError:
             problems.append(f"{shown} cannot be read as a value: quote it, for example {as_text(key)}='\"...\"'")
         except TypeError as error:
@@ -147,6 +149,10 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError(error) from None
 
 
+class _Unspaced(yaml.constructor.ConstructorError):
+    """{label:name}, which YAML takes for a key without a value."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates), no key twice, no tags, and a bound.
 
@@ -183,12 +189,17 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is no text: put it into quotes", key_node.start_mark)
+            name, colon, value = key.partition(":")
+            empty = value_node.value == "" and value_node.tag.endswith(":null")      # not as '' is
+            if node.flow_style and colon and key_node.style is None and empty:
+                problem = f"{{{key}}} lacks a space after the colon: write {{{name}: {value}}}"
+                raise _Unspaced(None, None, problem, key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands twice, first in line {seen[key]}", key_node.start_mark)

@@ -339,6 +339,10 @@ def test_cifar(tmp_path, hundred, monkeypatch):
             assert [text.replace("_", " ") for text in source.classes] == expected.classes
     own = open_sources(Data(path=str(tmp_path), image_size=32, held_out=0.5))[1]
     assert 0 < len(own) < len(train) and own.name(0).startswith(("data_batch", "train"))
+    (tmp_path / name / ("train" if hundred else "data_batch_1")).write_bytes(pickle.dumps({"data": Path("x"), "labels": [0]}))
+    with pytest.raises(ConfigError, match="cannot be read as a file of CIFAR: it holds no plain array where one is "
+                                          "expected; fetch it anew"):
+        open_sources(Data(path=str(tmp_path / name), image_size=32))
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))

@@ -36,6 +36,7 @@ from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data import check_index_scale
 from tests.support import gloo
 from tests.support.clips import moving, write_pictures
+from tests.support.launch import here
 from tests.support.pictures import folder, picture
 
 WORDS = st.text("ab\u00e9Z_.-", min_size=1, max_size=4).filter(lambda name: name.strip(".") and name[0] != ".")
@@ -422,6 +423,17 @@ def test_pixel_sizes(tmp_path):
     assert np.array_equal(pixel_sizes(source.layout, source.index)[:], sizes)
 
 
+def test_one_of_a_kind(tmp_path, monkeypatch, capsys):
+    """Oracle: English: one sample, one shard, one tar."""
+    picture(0).save(tmp_path / "0.png")
+    data = Data(path=str(tmp_path / "0.csv"), index=str(tmp_path / "i"))
+    (tmp_path / "0.csv").write_text("path\n0.png\n")
+    assert report(index_data(IndexOptions(data))).splitlines()[0].endswith(", 1 sample")
+    for number, words in enumerate((["--format", "tar"], [])):
+        code, out, error = here("pack.py", [data.path, "--out", tmp_path / str(number), *words], monkeypatch, capsys)
+        assert code == 0 and f": 1 {'shard' if number else 'tar'}, " in out, out + error
+
+
 def test_the_description(tmp_path):
     """Oracle: counting by hand: a truncated picture shows when it is read whole, one without a header at once."""
     root = folder(tmp_path / "d", 2, 3)
@@ -435,6 +447,8 @@ def test_the_description(tmp_path):
     assert (quick["samples"], quick["classes"]["smallest"], quick["captions"]) == (7, {"c1": 3, "c0": 4}, None)
     assert quick["sizes"] == {"40x30": 5, "50x20": 1} and quick["aspect_ratios"] == {"4:3": 5, "2:1": 1}
     assert quick["shorter_sides"] == {"below 32": 6}
+    listed = index_data(IndexOptions(data, captions=True))
+    assert "none in the index; --captions lists" in report(quick) and "--captions" not in report(listed)
     assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
     assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
     assert "sizes: 40x30 5, 50x20 1" in report(quick) and "truncated" in report(whole)

@@ -303,7 +303,7 @@ def test_sources_that_do_not_fit(tmp_path):
             opened(f"data.mixture={entries}", *more)
     options = ("data.image_size=16", f"folder={tmp_path / 'run'}", "model.image_size=16")
     for entries, message in (
-            (f"[{{path: {a}}}, {{path: {tmp_path / 'none'}}}]", "none does not exist"),
+            (f"[{{path: {a}}}, {{path: {tmp_path / 'none'}}}]", r"data.mixture\[1\].path=.*none does not exist"),
             (f"[{{path: {a}}}, {{path: {b}, held_out_path: {a}}}]", "share files, and evaluation would see"),
             (f"[{{path: {a}, held_out: 0.1}}, {{path: {a / 'c0'}}}]", "share files, and what one holds out"),
             (f"[{{path: {a}}}, {{path: 'builtin:fashion', held_out: 0.1}}]", "holds out images itself")):

@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import shutil
+import tarfile
+import zipfile
 
 import pytest
 from safetensors.torch import save_file
@@ -12,10 +15,11 @@ from dstrain.data.latents import Latents
 from dstrain.data.sources import open_sources
 from dstrain.recipe import ConfigError, Data, load
 from tests.caches.test_takeover import LABELS, edm2, edm2_zip, fast_dit, lightning
+from tests.data.test_containers import environment
 from tests.data.test_labels import lines
 from tests.support import first_stage
 from tests.support.launch import ROOT, here
-from tests.support.pictures import folder
+from tests.support.pictures import folder, picture
 
 
 def refusal(**entries) -> str:
@@ -53,6 +57,49 @@ def test_files_that_are_no_latents(tmp_path):
     (tmp_path / "packed" / "dataset.json").write_text("{}")
     (tmp_path / "packed" / "x.zip").write_bytes(b"")
     assert "from-latents" not in refusal(path=str(tmp_path / "packed"))
+
+
+def test_archives_within_archives_and_patterns(tmp_path):
+    """Oracle: the files that are there: no remedy names another path; a shortened pattern is taken."""
+    for name in ("x.zip", "inner.tar"):
+        with zipfile.ZipFile(tmp_path / f"of {name}.zip", "w") as file:
+            file.writestr(f"a/{name}", b"content")
+        text = refusal(path=str(tmp_path / f"of {name}.zip"))
+        assert f"holds of {name}.zip/a/{name}: unpack of {name}.zip first" in text and f"zip/of {name}" not in text
+    for number in (0, 1):
+        with zipfile.ZipFile(tmp_path / "s.zip", "w") as file, tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
+            picture(number).save(tmp_path / f"{number}.png")
+            tar.add(tmp_path / f"{number}.png", f"{number}.png")
+            file.write(tmp_path / f"{number}.png", f"{number}.png")
+            file.write(tmp_path / f"{number}.png", f"../{number}.png")
+    for suffix in ("tar", "parquet"):
+        text = refusal(path=f"{tmp_path}/t-{{0..4}}.{suffix}")
+        assert f"names 5 files, and t-0.{suffix} is not there (missing: 5): shorten the pattern" in text
+    assert "names 4 files, and s-2.tar is not there (missing: 2)" in refusal(path=f"{tmp_path}/s-{{0..3}}.tar")
+    assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
+    zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
+    assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")
+
+
+def test_a_category_of_lsun_without_val(tmp_path):
+    """Oracle: the environments: a category without *_val_lmdb is named, and each remedy is taken, by a model of two
+    classes; one without labels takes what is there.
+    """
+    (tmp_path / "lsun").mkdir()
+    for name, count in (("bedroom_train", 20), ("bedroom_val", 4), ("church_train", 20)):
+        values = {}
+        for number in range(count):
+            picture(number).save(path := tmp_path / f"{number}.png")
+            values[f"{name}{number}".encode()] = path.read_bytes()
+        environment(tmp_path / "lsun" / f"{name}_lmdb", values)
+    words = [f"folder={tmp_path / 'run'}", f"data.path={tmp_path / 'lsun'}"]
+    labelled = ("dit-small", *words, "model.num_classes=2")
+    (problem,) = lines(*labelled)
+    assert "holds out bedroom_val_lmdb alone" in problem and "add church_val_lmdb, or write data.held_out=0.02" in problem
+    for start in (lines(*labelled, "data.held_out=0.2"), lines("vae-small", *words)):
+        assert start[0].startswith(f"data: {tmp_path / 'lsun'}")
+    shutil.copytree(tmp_path / "lsun" / "bedroom_val_lmdb", tmp_path / "lsun" / "church_val_lmdb")
+    assert "8 images, 2 classes of 4" in lines(*labelled)[1]
 
 
 @pytest.mark.parametrize("entries", [

@@ -36,7 +36,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
                 source[index]
             except BadSample as bad:
                 reasons[bad.path] = bad.reason
-    assert reasons == {f"c0/{name}.png": f"ConfigError: it is a {kind}, and no file"
+    assert reasons == {f"c0/{name}.png": f"it is a {kind}, and no file"
                        for name, kind in (("a", "FIFO"), ("b", "socket"), ("c", "device"))}
     assert source.contents()                                            # a FIFO has a size
     clips = folder_of_clips(tmp_path / "v", texts=True)

@@ -69,6 +69,14 @@ def test_an_override_is_yaml(key, value):
     assert recipe.load(None, [f"model.{key}={text}"]).model == {key: value}
 
 
+def test_a_space_that_is_missing():
+    """Oracle: YAML: {a:b} is a key without a value; in quotes, with one, and outside of braces it may be meant."""
+    assert files._parse("{a:b: '', 'c:d': , e: [p:q]}") == {"a:b": "", "c:d": None, "e": ["p:q"]}
+    for text in ("{a:b}", "[{a:b}]", "x:\n  - {c: d, a:b}"):
+        with pytest.raises(yaml.YAMLError, match="{a:b} lacks a space after the colon: write {a: b}"):
+            files._parse(text)
+
+
 def stand_in(run):
     """Saves a narrow tokenizer where a recipe expects one, with the geometry of the recipe that trains it."""
     made_by = run.name.replace("phenaki", "phenaki-tokenizer")

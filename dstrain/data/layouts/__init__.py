@@ -1,6 +1,7 @@
 """The forms in which people keep data, in the order in which they are tried; `recognised` chooses one."""
 
 import os
+import re
 from pathlib import Path
 
 from dstrain.data.files import Files, before_pattern
@@ -20,7 +21,7 @@ from dstrain.data.layouts.packed import PackedFiles
 from dstrain.data.layouts.tars import Tars
 from dstrain.data.layouts.video_lists import PathList, WebVid
 from dstrain.data.layouts.zips import Zips
-from dstrain.data.remote import files_at, is_address
+from dstrain.data.remote import files_at, is_address, SCHEMES
 from dstrain.data.tables import TABLES
 from dstrain.disk.small import kind_of
 from dstrain.recipe import ConfigError
@@ -35,10 +36,17 @@ def is_elsewhere(path: str) -> bool:
     return is_address(path) or path.startswith(HUB) or before_pattern(path) is not None and not Path(path).exists()
 
 
+def strange_address(key: str, path: str) -> str | None:
+    """What is wrong with an address of a kind that is not read; None: it is none."""
+    return (f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
+            if re.match(r"\w+://", path) and not is_elsewhere(path) else None)
+
+
 def files_of(path: str, request: Request) -> Files:
     """Access to the files at a path. ConfigError: nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
-        raise ConfigError(f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion")
+        raise ConfigError(strange_address(request.key, path) or f"{request.key}={path}: does not exist; give a folder "
+                          f"of {request.noun}, or builtin:fashion")
     if os.path.exists(path) and (kind := kind_of(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
     return files_at(path, request.cache)

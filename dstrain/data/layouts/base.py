@@ -116,7 +116,7 @@ class Layout(ABC):
         """The path of the samples that these data hold out by themselves, such as CIFAR's test_batch; None: none."""
 
     def advice(self) -> str:
-        """What is slow about these data and how to mend it, for the start of a command; "": nothing."""
+        """What is slow about these data and how to mend it, or left out, for the start of a command; "": nothing."""
         return ""
 
     def expect(self, places: Iterable[Place]) -> None:

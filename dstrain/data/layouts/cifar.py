@@ -58,8 +58,8 @@ class Cifar(Layout):
                 content = self._content(part)
             places, labels = _pickled(content) if before is None else _binary(content, before)
         except ConfigError as error:
-            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read: {error}; fetch it "
-                              "anew") from None
+            raise ConfigError(f"{self.request.key}={self.root}: {part} cannot be read as a file of "
+                              f"CIFAR: {error}; fetch it anew") from None
         name = part.removeprefix(self.folder)
         for number, (place, label) in enumerate(zip(places, labels)):
             at = Place(f"{name}/{number:05}", self.own.index(name), place, _PIXELS)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dstrain.data.files import require_there
 from dstrain.data.layouts.base import Layout, Request
 from dstrain.data.layouts.cifar import Cifar
 from dstrain.data.layouts.hub import HubTables
@@ -18,5 +19,6 @@ _KINDS: tuple[type[Layout], ...] = (HubTables, Cifar, Idx, Lmdbs, ArrowTables, P
 def held_out_by(path: str | Path, cache: Cache | None = None) -> str | None:
     """The path of the samples that these data hold out; None: none. cache: of data at an address."""
     files, request = files_at(path, cache), Request(SUFFIXES)
+    require_there(f"data.path={path}", files)
     kind = next((kind for kind in _KINDS if kind.recognises(str(path), files, request)), None)
     return kind(str(path), files, request).unseen() if kind is not None else None

@@ -70,12 +70,18 @@ class Zips(Layout):
     def read(self, place: Place) -> bytes:
         return payload(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
+    def advice(self) -> str:
+        outside = self.notes.get("outside", 0)
+        return f"{outside:,} whose names lead outside are left out" if outside else ""
+
     def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """The members that count, the labels of a dataset.json (None: there is none), and the folder around all."""
-        members, tables, top = Members(), [], None
+        members, tables, top, outside = Members(), [], None, 0
         with self.files.open(part) as file:
             for member in directory(file):
                 folders = member.name.split("/")
+                if (".." in folders or not folders[0]) and member.name.lower().endswith(self.request.suffixes):
+                    outside += 1
                 if any(not folder or folder[0] == "." for folder in folders) or folders[0] == "__MACOSX":
                     continue
                 is_table = folders[-1] == LABELS
@@ -90,6 +96,8 @@ class Zips(Layout):
                 folder = member.name[:member.name.rfind("/") + 1]
                 top = folder if top is None else _common(top, folder)
                 members.add(member)
+        if outside:
+            self.notes["outside"] = outside
         if top is None:                                                # which is refused in the end
             return members, None, ""
         top = next((folder for folder in _above(top) if any(folder + LABELS == table.name for table in tables)), top)
