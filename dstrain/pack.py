@@ -226,7 +226,8 @@ def _read(files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str,
             if storage_fails(error, path):
                 raise NotRead(f"{path} cannot be read ({error}), and the fault is not the file's: mend the storage, "
                               "then give the same command again") from None
-            content, problem = b"", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            content, problem = b"", kind + " ".join(str(error).split())[:200]
         label = index.label(row) if index.labelled else None
         return (place.name, content, label, captions), problem
 

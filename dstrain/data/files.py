@@ -13,6 +13,7 @@ from dstrain.data.storage import require_regular, with_retries
 from dstrain.recipe import ConfigError
 
 _T = TypeVar("_T")
+_LOOKED = 1000                             # files of a pattern that are looked for at each start, and the last
 _MOST_NAMES = 1_000_000                    # that a pattern stands for
 
 
@@ -112,9 +113,11 @@ class LocalFiles(Files):
 def require_there(data: str, files: Files) -> None:
     """ConfigError: a pattern, which `data` is with its key, names files that are not on the disk."""
     listed = files.listed if isinstance(files, LocalFiles) else []
-    if absent := [name for name in listed if not os.path.exists(files.local(name))]:
-        raise ConfigError(f"{data} names {len(listed):,} files, and {absent[0]} is not there (missing: "
-                          f"{len(absent):,}): shorten the pattern, or fetch what is missing")
+    looked = [*listed[::max(1, len(listed) // _LOOKED)], *listed[-1:]]
+    absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
+    if absent is not None:
+        raise ConfigError(f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
+                          "fetch what is missing")
 
 
 def before_pattern(path: str) -> str | None:

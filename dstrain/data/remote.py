@@ -28,8 +28,8 @@ _THREADS = 16                              # requests at once of a process
 _AHEAD = 1024                              # samples that may wait to be read ahead, of a process
 _CACHED = 0.8                              # of the cache's limit: data below it stay in the cache
 SCHEMES = ("s3", "gs", "hf", "http", "https")
-_ADDRESS = re.compile(rf"(?:{'|'.join(SCHEMES)})://")
-_SEVERAL = re.compile(rf"\s+(?={_ADDRESS.pattern})")
+_ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
+_SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
 _FILES = (".tar", ".gz", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".npy", ".csv", ".tsv", ".jsonl", ".json",
           ".mdb", ".mp4")                  # an address that ends so is a file's: many stores have no folders to ask for
 _VERSIONS = ("ETag", "etag", "Content-MD5", "md5Hash", "sha256", "blob_id", "Last-Modified", "LastModified", "updated",

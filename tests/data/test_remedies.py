@@ -74,8 +74,8 @@ def test_archives_within_archives_and_patterns(tmp_path):
             file.write(tmp_path / f"{number}.png", f"../{number}.png")
     for suffix in ("tar", "parquet"):
         text = refusal(path=f"{tmp_path}/t-{{0..4}}.{suffix}")
-        assert f"names 5 files, and t-0.{suffix} is not there (missing: 5): shorten the pattern" in text
-    assert "names 4 files, and s-2.tar is not there (missing: 2)" in refusal(path=f"{tmp_path}/s-{{0..3}}.tar")
+        assert f"names 5 files, and t-0.{suffix} is not there: shorten the pattern" in text
+    assert "names 4 files, and s-2.tar is not there" in refusal(path=f"{tmp_path}/s-{{0..3}}.tar")
     assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
     zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
     assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")

@@ -3,9 +3,10 @@
 A clip has thousands of tokens and a codebook up to 65,536 ids: all logits of a batch would be the largest tensor of the
 whole training step, and their gradient another. Here rows are taken in chunks. Each chunk's part of the gradient is
 computed in the forward pass, while its logits exist; the backward pass only scales it. Nothing is computed twice, and
-only the gradient stays in memory, which the backward pass needs in any case. launch/bench_maskgit.py compares. How many
-rows there are changes with each batch: they are filled up to a multiple of 64, since an allocator that meets thousands
-of sizes keeps memory for all of them (on a CPU, 1.7 GB grew to 5.8 GB in 500 steps).
+only the gradient stays in memory, which the backward pass needs in any case. launch/bench_maskgit.py compares.
+
+How many rows there are changes with each batch. They are filled up to one of few numbers, since an allocator that meets
+thousands of sizes keeps memory for all of them: on a CPU, 1.7 GB grew to 5.8 GB in 500 steps.
 
 Notation: M rows x of width dim, V ids, chunks of C rows. Logits and what follows are float32 at least.
 """
@@ -22,7 +23,7 @@ from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import wide
 
 
-_ROWS = 64                                        # their number is a multiple of it
+_ROWS = 64                                        # their number is a multiple of it; of fewer below 512
 
 
 class TokenLoss(NamedTuple):
@@ -66,7 +67,10 @@ class Vocabulary(Linear):
 
 def _filled_up(rows: Tensor | None) -> Tensor | None:
     """With rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
-    return None if rows is None else F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % _ROWS))
+    if rows is None:
+        return None
+    step = min(_ROWS, 1 << max(len(rows).bit_length() - 4, 0))                # an eighth more at most
+    return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % step))
 
 
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.nn.layers import Linear
+from dstrain.systems.phenaki import vocabulary
 from dstrain.systems.phenaki.maskgit import MaskGit, Pending, TokenCritic
 from dstrain.systems.phenaki.vocabulary import Vocabulary
 
@@ -56,20 +57,29 @@ def test_chunks(chunk, smoothing, dtype, tolerance):
 
 
 def test_no_row_is_scanned_alone(monkeypatch):
-    """Oracle: the shapes that cumsum meets: 9 rows are filled up to 64, and a chunk of one is scanned as two; the ids of
-    rows together are those of each by itself.
-    """
+    """Oracle: the shapes that cumsum meets; the ids of rows together are those of each by itself."""
     seen, scan = [], torch.Tensor.cumsum
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: seen.append(len(x)) or scan(x, dim))
     torch.manual_seed(0)
     head, x, uniforms = Vocabulary(5, 23, 4), torch.randn(9, 5), torch.rand(9)
     with torch.no_grad():
         ids, _ = head(x, uniforms)
-        assert seen == [4] * 16
-        head.chunk = 1
         alone = [head(x[i:i + 1], uniforms[i:i + 1])[0] for i in range(9)]
     assert torch.equal(ids, torch.cat(alone)) and len(ids.unique()) > 3
-    assert set(seen[16:]) == {2}
+    assert seen[:3] == [4, 4, 2] and set(seen[3:]) == {2}
+
+
+@pytest.mark.parametrize("count, filled", [(0, 0), (1, 1), (17, 18), (70, 72), (512, 512), (513, 576), (3001, 3008)])
+def test_few_numbers_of_rows(monkeypatch, count, filled):
+    """Oracle: by hand: an eighth more rows at most, multiples of 64 from 512 on; the added ones change nothing."""
+    seen, chunks = [], vocabulary._chunks
+    monkeypatch.setattr(vocabulary, "_chunks", lambda x, *rest: seen.append(len(x)) or chunks(x, *rest))
+    torch.manual_seed(0)
+    head, x, targets = Vocabulary(5, 23, 512), torch.randn(count, 5), torch.randint(0, 23, (count,))
+    found = head(x, None, 1.0, targets, torch.ones(count))
+    wanted = torch.nn.functional.cross_entropy(x @ head.weight.t() + head.bias, targets, reduction="sum")
+    assert seen == [filled] and len(found.loss) == len(found.ids) == count
+    torch.testing.assert_close(found.total, wanted)
 
 
 def test_bfloat16():
