@@ -140,7 +140,8 @@ def test_what_is_wrong_at_the_start_is_one_line(web, cache, waits, monkeypatch):
                "s3://bucket/x.parquet": "pip install 'dstrain\\[remote\\]'",
                "gs://bucket/x.tar": "^gs:// needs a library that is not installed.*pip install 'dstrain\\[remote\\]'",
                f"{web.address}/x{{3..1}}.parquet": "stands for none or for more than"}
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for package in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)
     for address, message in reached.items():
         with pytest.raises(ConfigError, match=message) as error:
             open_images(address, 16, request=Request(SUFFIXES, cache=cache))
