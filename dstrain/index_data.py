@@ -45,7 +45,7 @@ def index_data(options: IndexOptions) -> dict[str, Any]:
     result = {"path": options.data.path, "layout": layout.kind, "samples": len(index), "index": str(index.folder),
               "bytes": sum(index.header["columns"].values()), "classes": _classes(index),
               "captions": _captions(layout, index),
-              "captions_listed": options.captions or not images, "checked": options.check}
+              "captions_listed": options.captions or not images, "advice": layout.advice(), "checked": options.check}
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = pixel_sizes(layout, index)
@@ -166,6 +166,8 @@ def report(result: dict[str, Any]) -> str:
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0
             lines.append(f"{name.replace('_', ' ')}: {_row(table)}" + (f", {others:,} other sizes" if others else ""))
+    if result["advice"]:
+        lines.append(f"note: {result['advice']}")
     quick = "frames were counted" if "frames" in result else "headers alone were read"
     how = "read whole" if result["checked"] else f"{quick}; --check reads all"
     if result["unreadable"] is None:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -23,7 +22,7 @@ from PIL import Image
 
 from dstrain.caches.folder import SAME_COMMAND, claimed, of_all_ranks, require_readable
 from dstrain.data import packing
-from dstrain.data.captioned import add_captions
+from dstrain.data.captioned import texts_beside
 from dstrain.data.index import Index
 from dstrain.data.index_build import from_first
 from dstrain.data.indexed import Indexed
@@ -54,14 +53,13 @@ class _Packable(Indexed):
         return bool(self.layout.notes.get("beside"))
 
     def captions(self, row: int) -> tuple[str, ...]:
-        return (read_text(Path(self.layout.root, self.index.name(row)).with_suffix(".txt")),) if self.beside else \
-            self.index.captions(row)
+        """OSError, ConfigError: a text beside a clip cannot be read."""
+        if not self.beside:
+            return self.index.captions(row)
+        return (read_text((self.path / self.index.name(row)).with_suffix(".txt")),)
 
     def _texts(self, numbers: range) -> bytes:
-        texts = blake2b()
-        for names in self._files(numbers) if self.beside else ():
-            add_captions(texts, self.path, names)
-        return texts.digest() if self.beside else super()._texts(numbers)
+        return texts_beside(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
 
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")

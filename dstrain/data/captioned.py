@@ -3,6 +3,7 @@
 Items are {"image": uint8 (3, S, S), "caption": UTF-8 as uint8 (CAPTION_BYTES,)}, with the first of several captions.
 """
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,15 @@ class Captioned(Images):
         """Of captions beside images their files, as they are now."""
         if not isinstance(self.layout, Beside):
             return super()._texts(numbers)
-        texts = blake2b()
-        for names in self._files(numbers):
-            add_captions(texts, self.path, names)
-        return texts.digest()
+        return texts_beside(self.path, self._files(numbers))
+
+
+def texts_beside(root: Path, files: Iterable[list[str]]) -> bytes:
+    """A hash of the texts beside files, whose names come some at a time."""
+    texts = blake2b()
+    for names in files:
+        add_captions(texts, root, names)
+    return texts.digest()
 
 
 def add_captions(digest: Any, root: Path, names: list[str]) -> None:

@@ -13,6 +13,7 @@ from dstrain import systems
 from dstrain.command.job import checked
 from dstrain.data.latents import Latents
 from dstrain.data.sources import open_sources
+from dstrain.index_data import IndexOptions, index_data, report
 from dstrain.recipe import ConfigError, Data, load
 from tests.caches.test_takeover import LABELS, edm2, edm2_zip, fast_dit, lightning
 from tests.data.test_containers import environment
@@ -79,6 +80,8 @@ def test_archives_within_archives_and_patterns(tmp_path):
     assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
     zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
     assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")
+    told = report(index_data(IndexOptions(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index")))))
+    assert "note: 1 whose names lead outside are left out" in told
 
 
 def test_a_category_of_lsun_without_val(tmp_path):
