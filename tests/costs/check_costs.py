@@ -62,8 +62,9 @@ def configurations(stages: dict[str, Any]) -> list[tuple[str, int]]:
     return [(case, stage) for case in stages for stage in stages[case]]
 
 
-def prepared(folder: Path, case: str, stage: int, world: int) -> tuple[Run, dict[str, Any]]:
+def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tuple[Run, dict[str, Any]]:
     name, *words = CASES[case]
+    words += more
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
     words += [f"batch.global={2 * world}"] * (case in ("dit summed", "vae"))     # two micro-batches, or two samples
     run, problems = checked(recipe.load(ROOT / "tests" / "launch" / f"{name}.yaml", words))
@@ -124,7 +125,7 @@ def many(folder: Path) -> None:
     without_values()
     figures = {}
     for stage in (1, 2, 3):
-        run, settings = prepared(folder, "dit summed", stage, 2)
+        run, settings = prepared(folder, "dit summed", stage, 2, "model.depth=1")      # what repeats is the micro-batch
         settings, figures[stage] = rank._accumulating(settings, 5), []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)
