@@ -23,7 +23,7 @@ from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, me
 
 pytestmark = pytest.mark.slow
 RECIPE = ROOT / "tests" / "launch" / "tiny-iddpm.yaml"
-STEPS = 60
+STEPS = 30
 
 
 def history(folder, step=STEPS):
@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory):
     def of(stage):
         if stage not in made:
             made[stage] = tmp_path_factory.mktemp(f"zero{stage}") / "whole"
-            assert "complete: 60 steps" in finish(train(made[stage], stage, recipe=RECIPE))
+            assert f"complete: {STEPS} steps" in finish(train(made[stage], stage, recipe=RECIPE))
         return made[stage]
 
     return of
@@ -57,26 +57,26 @@ def test_kill_minus_nine(undisturbed, stage):
     That run's ranks are forked; at stage 2 those of the killed one are the real launcher's.
     """
     folder = undisturbed(stage)
-    sampler, state = history(folder, 40)
+    sampler, state = history(folder, 10)
     assert int(state["seen"].min()) >= 3 and float(sampler.probabilities().std()) > 1e-3      # warm, and not uniform
     killed = folder.parent / "killed"
     command_again = partial(train, killed, stage, recipe=RECIPE, launcher=stage == 2)
-    kill_in_the_middle(command_again(), killed, 40)
+    kill_in_the_middle(command_again(), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
     finish(command_again())
-    assert_equal_runs(folder, killed)
+    assert_equal_runs(folder, killed, STEPS)
 
 
 def test_best_is_kept(undisturbed):
     """Oracle: the least held-out loss in metrics.jsonl: its step lies beside the newest two, named the best."""
     folder = undisturbed(2)
     losses = {line["step"]: line["held_out/loss"] for line in metrics(folder) if "held_out/loss" in line}
-    assert sorted(losses) == [15, 30, 45, 60]
+    assert sorted(losses) == [8, 16, 24, 30]
     step = min(losses, key=lambda step: (losses[step], step))
     better = {at for at in losses if all(losses[at] < losses[before] for before in losses if before < at)}
     store = Store(folder / "checkpoints")
     assert store.best() == (step, losses[step])
-    assert set(store.steps()) == {20, 40, 60, step, *sorted(better | {20, 40, 60})[-2:]}
+    assert set(store.steps()) == {10, 20, 30, step, *sorted(better | {10, 20, 30})[-2:]}
 
 
 def test_one_rank_meets_the_same(undisturbed, tmp_path):
@@ -97,8 +97,8 @@ def test_one_rank_meets_the_same(undisturbed, tmp_path):
 def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
     """Oracle: the history of an undisturbed run at stage 2: 2 ranks of stage 3 go on as 1 rank of stage 1."""
     folder = tmp_path / "moved"
-    finish(train(folder, 3, "steps=40", recipe=RECIPE))
-    finish(train(folder, 1, "steps=60", recipe=RECIPE, num=1))
+    finish(train(folder, 3, "steps=20", recipe=RECIPE))
+    finish(train(folder, 1, "steps=30", recipe=RECIPE, num=1))
     (_, state), (_, expected) = history(folder), history(undisturbed(2))
     assert torch.equal(state["seen"], expected["seen"])
     torch.testing.assert_close(state["history"], expected["history"], rtol=1e-2, atol=1e-5)
@@ -121,7 +121,7 @@ def test_an_average_of_choice(undisturbed, tmp_path):
 
 def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
     """Oracle: two ranks with other batches than one's, over the whole chain; terms add up; raw weights differ."""
-    words, name = [undisturbed(2), "--num-samples", "37"], "step_00000060_{}_n37"
+    words, name = [undisturbed(2), "--num-samples", "37"], "step_00000030_{}_n37"
     results = {}
     for kind, batch in (("ema0.99", "16"), ("raw", "9")):
         weights = ["--raw"] if kind == "raw" else ["--ema", "0.99"]
@@ -142,10 +142,10 @@ def test_bits_per_dim(undisturbed, tmp_path, monkeypatch, capsys):
 def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     """Oracle: the base's own pictures and labels handed to the upsampler's system, with other noise than theirs."""
     upsampler = tmp_path / "upsampler"
-    finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=30",
+    finish(train(upsampler, 2, "model.image_size=32", "model.small_size=16", "data.image_size=32", "steps=10",
                  "model.channel_mult=[1,1]", "model.attention_resolutions=[16]", "samples.labels=null",
                  "samples.num=20", "every.metrics=0", recipe=RECIPE))
-    grids = [Image.open(upsampler / "samples" / f"step_00000030{suffix}.png") for suffix in ("", "_low_res")]
+    grids = [Image.open(upsampler / "samples" / f"step_00000010{suffix}.png") for suffix in ("", "_low_res")]
     assert grids[0].size == grids[1].size and grids[0].width > 10 * 32             # a class a column, in both
     words = ["launch/generate.py", undisturbed(2), "--num-samples", "5", "--batch", "2"]
     finish(command(*words, "--out", tmp_path / "small", num=1))
