@@ -40,7 +40,7 @@ def encoded(pairs: Path) -> list[str]:
     return [f"data.path={pairs}", "model.image_embed_dim=12", "model.text_encodings_dim=5", "model.max_text_len=3"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])          # 1 has the masters of 2: test_iddpm.py
 def test_kill_minus_nine(tmp_path, stage):
     """Oracle: the undisturbed run on 2 ranks: after kill -9 the same command ends with the same bits of everything.
 
@@ -62,7 +62,7 @@ def test_one_rank_trains_the_same_curve(tmp_path):
     """Oracle: the same run on 2 ranks, without dropout, which draws by rank: all figures but for rounding."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, num in ((one, 1), (two, 2)):
-        finish(train(folder, 2, "model.dropout=0", recipe=RECIPE, num=num))
+        finish(train(folder, 2, "model.dropout=0", "steps=30", recipe=RECIPE, num=num))
     assert len(metrics(one)) == len(metrics(two))
     for a, b in zip(metrics(one), metrics(two)):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
