@@ -1,5 +1,4 @@
-"""Phenaki by its commands: a tokenizer, its tokens by `deepspeed`, MaskGit with its critic, clips of texts and scenes.
-"""
+"""Phenaki by its commands: a tokenizer, its tokens, MaskGit with its critic, clips of texts and scenes."""
 
 import json
 from functools import partial
@@ -37,8 +36,7 @@ def made(tmp_path_factory):
     (root / "first").mkdir()
     (root / "second").mkdir()
     tokenizer = killed_and_whole(root / "first", 3, recipe=TOKENIZER)
-    output = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2,
-                            launcher=True))
+    output = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2))
     assert "10000 samples" in output and "tokens int32 [3, 4, 4]" in output
     finish(command("launch/export.py", tokenizer, "--format", "safetensors", "--out", root / "export", num=1))
     words = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}"]
