@@ -3,6 +3,7 @@
 One file alone runs in this process, which is sooner ready than workers are.
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A million objects are imported with the tests, and stay: garbage is looked for from then on, and not among them.
+gc.disable()
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
 LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.py", "launch/test_resume.py",
@@ -44,3 +47,9 @@ def pytest_collection_modifyitems(config, items):
     root = Path(__file__).parent
     rank = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()
+    gc.enable()
