@@ -8,12 +8,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# A million objects are imported with the tests, and stay: garbage is looked for from then on, and not among them.
-gc.disable()
 
 WORKERS = 4                                       # at most: a launch of two ranks fills two cores by itself
 LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.py", "launch/test_resume.py",
@@ -49,7 +49,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Imports a million objects, which stay: no garbage is looked for meanwhile, nor among them later."""
+    gc.disable()
+    found = yield
     gc.collect()
     gc.freeze()
     gc.enable()
+    return found
