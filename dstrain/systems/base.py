@@ -147,6 +147,10 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """The parts that learn at `step`, in order."""
         return tuple(self.parts)
 
+    def workload(self, step: int) -> tuple[int, ...]:
+        """What the cost of a step depends on: of two steps the one with the larger value costs more."""
+        return (len(self.turns(step)),)
+
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Conditions for `num` samples, (num, ...) each: the labels in turn, None for a choice of the system's own."""
         if labels:

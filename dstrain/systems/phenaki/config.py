@@ -34,6 +34,9 @@ class Codes(Section):
 class Decoding(Section):
     """How a step of decoding.py draws ids, and which of them it masks again."""
 
+    order: Annotated[Literal["all", "frames"], MAY_CHANGE] = "all"
+    """all: tokens of all latent frames at once; frames: each latent frame in turn, all steps for each, after those
+    before it. A model that is to draw so learns from `beginnings`."""
     sample_temperature: Annotated[float, MAY_CHANGE] = Field(1.0, ge=0)
     """Of the drawn ids; 1 draws as the model has learned (MaskGIT)."""
     sample_temperature_schedule: Annotated[Literal["fixed", "decay"], MAY_CHANGE] = "fixed"
@@ -88,6 +91,10 @@ class Config(SystemConfig):
     """Masked tokens whose logits are in memory at once."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all ids."""
+    beginnings: tuple[float, ...] = ()
+    """Shares of the steps whose clips are cut after the first, the second, ... latent frame. Some tokens of that frame
+    are masked, and no earlier ones, as decoding.order=frames and frames to go on from ask for. Such steps cost less, as
+    their clips are shorter. In all other steps clips are whole, and any tokens are masked."""
 
     unconditional: bool = False
     """Whether the model reads no texts and has no weights for them."""
@@ -123,6 +130,12 @@ class Config(SystemConfig):
     def _check(self) -> "Config":
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
+        if len(self.beginnings) > self.token_shape[0]:
+            raise ConfigError(f"beginnings {list(self.beginnings)}: clips have {self.token_shape[0]} latent frames; "
+                              "give as many shares at most")
+        if min(self.beginnings, default=0) < 0 or sum(self.beginnings) > 1 + 1e-9:
+            raise ConfigError(f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
+                              "at most")
         if self.text_encoder is not None and self.text_encodings_dim is None:
             raise ConfigError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
                               "said; give its hidden size, for example 768 for google/t5-v1_1-base")

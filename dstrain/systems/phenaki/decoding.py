@@ -9,6 +9,9 @@ Without a critic a token's confidence is the log-probability with which its id w
 confidence temperature, and a token that is not masked again stays to the end. With a critic it is minus the critic's
 logit of "was drawn", plus uniform noise times the critic noise, and any token may be masked again.
 
+With order=frames the latent frames are decoded in turn, all steps for each: the clip then ends with it, and what came
+before is known. So few tokens are drawn at once, and a clip's beginning is the clip that is drawn at that length.
+
 All randomness is drawn from the samples' keys by name: token/i, choice/i, critic/i.
 """
 
@@ -40,6 +43,20 @@ def decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
+    if choices.order == "all":
+        return _decode(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
+    for end in range(1, tokens.shape[1] + 1):
+        if not known[:, end - 1].all():
+            last = torch.arange(end, device=tokens.device)[:, None, None] == end - 1
+            begun = _decode(predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices,
+                            criticize)
+            tokens = torch.cat((begun, tokens[:, end:]), dim=1)
+    return tokens
+
+
+def _decode(predict: Predict, tokens: Tensor, known: Tensor, mask_token: int, key: Tensor, num_steps: int,
+            choices: Decoding, criticize: Criticize | None) -> Tensor:
+    """All tokens at once, see decode."""
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)                                                                      # (B, N)
     num_free = free.sum(1)                                                                        # (B,)

@@ -5,11 +5,13 @@ is drawn, in decoding it is the share of steps done. The mean of r over u is 2 /
 """
 
 import math
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 MEAN_RATIO = 2 / math.pi
+_GOLDEN = 0.6180339887498949                      # (sqrt(5) - 1) / 2
 
 
 def ratio(u: Tensor) -> Tensor:
@@ -36,3 +38,15 @@ def mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     real  bool (B, N): padding is never masked.
     """
     return lowest(torch.where(real, noise, 2.0), num_masked(u, real.sum(1)))
+
+
+def cut_after(shares: tuple[float, ...], step: int) -> int | None:
+    """The latent frame after which a step's clips are cut, frame f in shares[f] of the steps; None for whole clips.
+
+    Multiples of the golden ratio spread their fractions evenly over [0, 1), so every stretch of steps has the shares.
+    """
+    place = step * _GOLDEN % 1.0
+    for frame, end in enumerate(accumulate(shares)):
+        if place < end:
+            return frame
+    return None

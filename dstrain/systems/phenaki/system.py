@@ -8,7 +8,7 @@ Every masked token has the same weight, whichever clip it is of, as in MaskGIT's
 not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of its real ones.
 
 All randomness is drawn from the samples' keys by name: mask_ratio, mask, drop (of the text), filled (ids for the
-critic); in generation those of decoding.py.
+critic); in generation those of decoding.py. Where clips are cut (model.beginnings) follows from the step alone.
 """
 
 from typing import Any
@@ -40,8 +40,8 @@ class PhenakiSystem(System):
         self.averaged, self.samplers = tuple(self.parts), config.samplers
         self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
         self.generates = config.tokenizer is not None
-        self.count = torch.Size(config.token_shape).numel()               # tokens of a whole clip
         self._tokenizer: Codec | None = None
+        self._cut: int | None = None                                      # the last latent frame of this step's clips
         self.texts = Reader(config)
 
     def networks(self) -> dict[str, nn.Module]:
@@ -112,10 +112,17 @@ class PhenakiSystem(System):
 
     def turns(self, step: int) -> tuple[str, ...]:
         """Both parts, or the one that model.train names."""
+        # Remembered here, where the host knows the step: the shapes of a step depend on it.
+        self._cut = masking.cut_after(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
+
+    def workload(self, step: int) -> tuple[int, ...]:
+        cut = masking.cut_after(self.config.beginnings, step)
+        return len(self.turns(step)), self.config.token_shape[0] if cut is None else cut + 1
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Cross-entropy at masked tokens, the text dropped now and then; the self critic's loss beside it."""
+        self._begin(example)
         passed, terms = self._masked_pass(nets, example, self._dropped(example))
         loss = passed.total
         if self.config.critic == "token":
@@ -130,6 +137,7 @@ class PhenakiSystem(System):
 
     def judge(self, nets: Nets, example: Example) -> Terms:
         """Cross-entropy of "was drawn": MaskGit has filled the masked tokens in its turn, or does here."""
+        self._begin(example)
         dropped = self._dropped(example)
         if "filled" not in example:               # where the critic alone learns
             with torch.no_grad():
@@ -165,7 +173,7 @@ class PhenakiSystem(System):
         conditions = {"real": example.get("real"), "dropped": dropped} | chosen(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
-            drawn = {"uniforms": rng.uniform(example["key"], "filled", (self.count,)),
+            drawn = {"uniforms": rng.uniform(example["key"], "filled", (example["tokens"][0].numel(),)),
                      "temperature": self.config.critic_train_sample_temperature}
         if self.config.critic == "self":
             with torch.no_grad():
@@ -180,14 +188,28 @@ class PhenakiSystem(System):
         """Which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
-            noise, ratio = rng.uniform(key, "mask", (self.count,)), rng.uniform(key, "mask_ratio")
-            real = self._real(example)[:, :, None, None].expand(shape)
-            example["masked"] = masking.mask(ratio, noise, real.flatten(1)).view(shape)
+            noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
+            asked = self._asked(example)[:, :, None, None].expand(shape)
+            example["masked"] = masking.mask(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
+    def _begin(self, example: Example) -> None:
+        """Cuts the clips where this step's are cut, once an example. Shorter ones end where they end."""
+        if self._cut is None or "asked" in example:
+            return
+        end, real = self._cut + 1, self._real(example)
+        last = real.sum(1, keepdim=True).clamp(max=end) - 1                                       # (B, 1)
+        example |= {"asked": torch.arange(end, device=real.device) == last, "tokens": example["tokens"][:, :end]}
+        if "real" in example:
+            example["real"] = real[:, :end]
+
     def _total(self, example: Example) -> Tensor:
-        """Number of real tokens, int64 (B,)."""
-        return self._real(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+        """Number of tokens that may be masked, int64 (B,)."""
+        return self._asked(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+
+    def _asked(self, example: Example) -> Tensor:
+        """Which latent frames may be masked, bool (B, t): of clips that are cut the last, else all but padding."""
+        return example["asked"] if "asked" in example else self._real(example)
 
     def _real(self, example: Example) -> Tensor:
         """Which latent frames are no padding, bool (B, t)."""
@@ -202,7 +224,7 @@ class PhenakiSystem(System):
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
         if self.config.critic_labels == "masked":
-            true, judged = masked, self._real(example)[:, :, None, None].expand_as(masked)
+            true, judged = masked, self._asked(example)[:, :, None, None].expand_as(masked)
             number, scale = total, total
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
@@ -242,14 +264,15 @@ class PhenakiSystem(System):
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(chosen(request.conditions) or self.texts.of_nothing(len(tokens)))
         text = {name: value.to(tokens.device) for name, value in text.items()}
+        seen = lambda x: None if real is None else real[:, :x.shape[1]]
         predict = lambda x, uniforms, temperature: network.predict(
-            x, real, text, uniforms, temperature, request.guidance_scale)
+            x, seen(x), text, uniforms, temperature, request.guidance_scale)
         criticize = None
         led_by_critic = self.sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
-            criticize = lambda x: network.criticize(x, real, text)
+            criticize = lambda x: network.criticize(x, seen(x), text)
         elif led_by_critic:
-            criticize = lambda x: nets["critic"](x, real, None, **text)
+            criticize = lambda x: nets["critic"](x, seen(x), None, **text)
         if real is not None:
             known = known | ~real[:, :, None, None]
         return decode(predict, tokens, known, network.mask_token, rng.keys_of_seeds(request.seeds),
