@@ -26,12 +26,12 @@ LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.p
 
 
 def pytest_xdist_auto_num_workers(config):
-    """None for one file or its tests, else one for each core and one more: many tests wait, for a timeout or a link."""
+    """None for one file or its tests, else one for each core and two more: many tests wait, for a timeout or a link."""
     named = {Path(word.partition("::")[0]) for word in config.args}
     if len(named) == 1 and named.pop().is_file():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(WORKERS, cores + 1)
+    return min(WORKERS, cores + 2)
 
 
 def pytest_collection_modifyitems(config, items):
