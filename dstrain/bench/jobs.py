@@ -28,7 +28,7 @@ SYSTEMS = {
                                               "penalty: {every: 2}}"]),
     "phenaki": ("phenaki-small", ["optimizer.name=adamw", "model.tokenizer=null", "model.token_shape=[5,6,6]",
                                   "data.image_size=24", "model.codebook_size=1024", "model.temporal_patch_size=2",
-                                  "samples.sampler=null"]),
+                                  "model.beginnings=[]", "samples.sampler=null"]),
     "prior": ("prior-small", ["optimizer.name=adamw", "optimizer.lr=1e-3", "model.dropout=0"]),
 }
 _SMALL = ["batch.global=8", "optimizer.warmup=0", "every.sample=0", "every.evaluate=0"]

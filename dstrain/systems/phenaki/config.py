@@ -94,7 +94,7 @@ class Config(SystemConfig):
     beginnings: tuple[float, ...] = ()
     """Shares of the steps whose clips are cut after the first, the second, ... latent frame. Some tokens of that frame
     are masked, and no earlier ones, as decoding.order=frames and frames to go on from ask for. Such steps cost less, as
-    their clips are shorter. In all other steps clips are whole, and any tokens are masked."""
+    their clips are shorter; clips that end before keep their end. In all other steps any tokens are masked."""
 
     unconditional: bool = False
     """Whether the model reads no texts and has no weights for them."""
@@ -130,9 +130,6 @@ class Config(SystemConfig):
     def _check(self) -> "Config":
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
-        if len(self.beginnings) > self.token_shape[0]:
-            raise ConfigError(f"beginnings {list(self.beginnings)}: clips have {self.token_shape[0]} latent frames; "
-                              "give as many shares at most")
         if min(self.beginnings, default=0) < 0 or sum(self.beginnings) > 1 + 1e-9:
             raise ConfigError(f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
                               "at most")

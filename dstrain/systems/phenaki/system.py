@@ -117,8 +117,8 @@ class PhenakiSystem(System):
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        cut = masking.cut_after(self.config.beginnings, step)
-        return len(self.turns(step)), self.config.token_shape[0] if cut is None else cut + 1
+        cut, longest = masking.cut_after(self.config.beginnings, step), self.config.token_shape[0]
+        return len(self.turns(step)), longest if cut is None else min(cut + 1, longest)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Cross-entropy at masked tokens, the text dropped now and then; the self critic's loss beside it."""
@@ -197,11 +197,10 @@ class PhenakiSystem(System):
         """Cuts the clips where this step's are cut, once an example. Shorter ones end where they end."""
         if self._cut is None or "asked" in example:
             return
-        end, real = self._cut + 1, self._real(example)
-        last = real.sum(1, keepdim=True).clamp(max=end) - 1                                       # (B, 1)
-        example |= {"asked": torch.arange(end, device=real.device) == last, "tokens": example["tokens"][:, :end]}
-        if "real" in example:
-            example["real"] = real[:, :end]
+        kept, real = slice(self._cut + 1), self._real(example)[:, :self._cut + 1]
+        last = real.sum(1, keepdim=True) - 1                                                      # (B, 1)
+        example["asked"] = torch.arange(real.shape[1], device=real.device) == last
+        example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
     def _total(self, example: Example) -> Tensor:
         """Number of tokens that may be masked, int64 (B,)."""
