@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.ranks.phases import phases
+
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
@@ -26,12 +28,12 @@ LONGEST = ("launch/test_iddpm.py", "engine/test_systems.py", "launch/test_keep.p
 
 
 def pytest_xdist_auto_num_workers(config):
-    """None for one file or its tests, else one for each core and two more: many tests wait, for a timeout or a link."""
+    """None for one file or its tests, else one for each core and one more: many tests wait, for a timeout or a link."""
     named = {Path(word.partition("::")[0]) for word in config.args}
     if len(named) == 1 and named.pop().is_file():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(WORKERS, cores + 2)
+    return min(WORKERS, cores + 1)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,3 +60,8 @@ def pytest_collection(session):
     gc.freeze()
     gc.enable()
     return found
+
+
+def pytest_runtest_setup(item):
+    """A test's log begins without the lines that an earlier test's code has said in this process."""
+    phases().logged()
