@@ -3,12 +3,9 @@
 One file alone runs in this process, which is sooner ready than workers are.
 """
 
-import gc
 import os
 import signal
 from pathlib import Path
-
-import pytest
 
 from dstrain.ranks.phases import phases
 
@@ -49,17 +46,6 @@ def pytest_collection_modifyitems(config, items):
     root = Path(__file__).parent
     rank = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session):
-    """Imports a million objects, which stay: no garbage is looked for meanwhile, nor among them later."""
-    gc.disable()
-    found = yield
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    return found
 
 
 def pytest_runtest_setup(item):

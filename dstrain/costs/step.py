@@ -151,5 +151,5 @@ def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
 def counted_step(run: Run, system: System) -> int:
     """A late step that costs as much, and in which as many terms are due, as any."""
     last = run.steps - 1
-    even = range(last // _EVERY * _EVERY, -1, -_EVERY)[:16]
-    return max(*even, last, key=system.workload)
+    with_all_terms = range(last // _EVERY * _EVERY, -1, -_EVERY)[:16]
+    return max(*with_all_terms, last, key=system.workload)

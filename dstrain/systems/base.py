@@ -148,7 +148,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """What the cost of a step depends on: of two steps the one with the larger value costs more."""
+        """How much is to do at `step`, the larger the more; equal where the same parts learn from as large samples."""
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:

@@ -50,10 +50,10 @@ class Utilization:
         return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}
 
     def _of_step(self, step: int) -> float:
-        workload = self._system.workload(step)
-        if workload not in self._flops:
-            self._flops[workload] = step_flops(self._system, self._run.batch.global_, step)
-        return self._flops[workload]
+        kind = self._system.turns(step), self._system.workload(step)
+        if kind not in self._flops:
+            self._flops[kind] = step_flops(self._system, self._run.batch.global_, step)
+        return self._flops[kind]
 
 
 def step_flops(system: System, batch: int, step: int = 0) -> float:

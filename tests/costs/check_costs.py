@@ -43,7 +43,7 @@ ZERO = {"offloaded summed": {"offload_optimizer": ON_HOST},
 STAGES = {1: {"dit summed": (3,), "vae": (0,), "phenaki": (2,)},
           2: {"dit summed": range(4), "dit fp32": (2,), "vae": (2, 3), "phenaki": (0, 1), "iddpm": (2,), "prior": (2,),
               "tokenizer": (1,), "muon": (2, 3), "8 bits": (3,), "offloaded summed": (2,), "all offloaded": (3,)},
-          4: {"dit summed": (3,), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)}}
+          4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)}}
 EVERY = {world: dict.fromkeys(("dit summed", "vae", "phenaki"), range(4)) for world in STAGES}
 
 

@@ -98,7 +98,7 @@ def test_wrong_words(made, tmp_path):
                            (["--ema", "0.9"], "choose among a run"), (["--clips", "2"], "--clips is for videos"),
                            (["--flip"], "unrecognized arguments: --flip")):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
-    output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2), code=2)
+    output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
     assert "name one first stage" in output
     assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
 

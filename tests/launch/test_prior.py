@@ -40,7 +40,7 @@ def encoded(pairs: Path) -> list[str]:
     return [f"data.path={pairs}", "model.image_embed_dim=12", "model.text_encodings_dim=5", "model.max_text_len=3"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])          # 1 has the masters of 2: test_iddpm.py
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_kill_minus_nine(tmp_path, stage):
     """Oracle: the undisturbed run on 2 ranks: after kill -9 the same command ends with the same bits of everything.
 

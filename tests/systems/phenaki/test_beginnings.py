@@ -7,28 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dstrain import rng, systems
+from dstrain import rng
 from dstrain.costs.step import counted_step
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Request
 from tests.support import tokenizers
-
-TINY = {"token_shape": [3, 2, 2], "codebook_size": 64, "temporal_patch_size": 2, "dim": 16, "depth": 2, "heads": 2,
-        "dim_head": 8, "num_words": 40, "max_text_len": 5, "cond_drop_prob": 0.5}
-
-
-def build(**changes):
-    return systems.build("phenaki", TINY | changes)
-
-
-def networks(system):
-    torch.manual_seed(0)
-    made = system.networks()
-    with torch.no_grad():
-        for network in made.values():
-            for weight in network.parameters():
-                weight.add_(0.2 * torch.randn(weight.shape))
-    return made
+from tests.systems.phenaki.test_phenaki_system import build, networks
 
 
 def test_when_clips_are_cut():
