@@ -118,3 +118,23 @@ def test_reports(monkeypatch):
 
     with pytest.warns(UserWarning, match="mfu is not reported"):
         assert Utilization(run, Values(system.config), "bf16").figures(0, 10, 4.0) == {}
+
+
+def test_steps_of_different_cost(monkeypatch):
+    """Oracle: the sum of each step's own count: steps with cut clips, and parts of unlike size in turn."""
+    run = recipe.load(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8"])
+    monkeypatch.setattr(group, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+    class InTurn(type(systems.build("phenaki", TOKEN_CLIPS))):
+        def turns(self, step):
+            super().turns(step)
+            return ("critic",) if step % 2 else ("maskgit",)
+
+    model = TOKEN_CLIPS | {"critic": "token", "critic_depth": 1, "beginnings": [0.4, 0.3]}
+    cut = systems.build("phenaki", model)
+    for system in (cut, InTurn(cut.config)):
+        each = [step_flops(system, 8, step) for step in range(6)]
+        assert len(set(each)) > 2
+        figures = Utilization(run, system, "bf16").figures(0, 6, 2.0)
+        assert figures["tflops"] == pytest.approx(sum(each) / 2e12, rel=1e-6)
