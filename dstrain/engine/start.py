@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -36,7 +37,7 @@ def start(timeout_minutes: float = 30) -> None:
         # Slurm's job, so that two jobs on one host seldom meet.
         port = _free_port() if place.world == 1 else 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000
         os.environ["MASTER_PORT"] = str(port)
-    import deepspeed
+    deepspeed = import_deepspeed()
     deepspeed.utils.logger.addFilter(_is_news)
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
@@ -57,6 +58,22 @@ def start(timeout_minutes: float = 30) -> None:
                               "the launcher another, deepspeed --master_port PORT ...") from None
         group.barrier()
         _unlink_buffers()
+
+
+def import_deepspeed() -> ModuleType:
+    """The module, with all that its engines import, but for torch's compiler: 1.2 s of every start.
+
+    DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
+    another, see optimizers.py.
+    """
+    import deepspeed
+    from deepspeed.runtime import compiler
+    original, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    finally:
+        compiler.compile = original
+    return deepspeed
 
 
 def _is_news(record: logging.LogRecord) -> bool:

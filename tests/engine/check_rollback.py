@@ -104,8 +104,8 @@ def compare(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     prepare_environment()
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3                                  # noqa: F401  once, for all the forks
+    import deepspeed.runtime.zero.stage3                                  # once, for all the forks, as what follows
+    import torch._dynamo                                                  # noqa: F401
     check_systems.kl.blocks()
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     for stage in range(4):

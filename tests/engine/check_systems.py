@@ -324,8 +324,8 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
 def main(folder: Path) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal                           # once, for all the forks, as what follows
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3                                  # noqa: F401
+    import deepspeed.runtime.zero.stage3
+    import torch._dynamo                                                  # noqa: F401
     kl.blocks()
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     for stage in range(4):

@@ -78,9 +78,11 @@ def _fork(processes: int, enter: Callable[..., None], *arguments: Any) -> None:
 def _import_all() -> None:
     """What every engine imports. DeepSpeed collects garbage for each engine of stage 3: not among all these modules."""
     from dstrain.engine import prepare_environment
+    from dstrain.engine.start import import_deepspeed
     prepare_environment()
-    for name in ("muon.muon_optimizer", "stage3"):
-        importlib.import_module(f"deepspeed.runtime.zero.{name}")
+    import_deepspeed()
+    for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from dstrain.engine.start import _compiling, start
 from dstrain.ranks import group
 from dstrain.ranks.phases import Phases
 from dstrain.recipe import ConfigError
-from tests.support.launch import free_port
+from tests.support.launch import ROOT, environment, free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks cannot share a GPU")
 
@@ -191,6 +192,23 @@ def test_ranks_that_torchrun_has_restarted():
     for attempt in ("0", "1", "2"):
         forked(2, again, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_RESTART_COUNT=attempt,
                TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def test_a_start_without_compiler():
+    """Oracle: the modules of a fresh interpreter in which DeepSpeed asks whether an optimizer is known to it; what it
+    compiles later, it compiles.
+    """
+    program = """
+import sys, torch
+from dstrain.engine.start import import_deepspeed, start
+start(timeout_minutes=1)
+deepspeed = import_deepspeed()
+known = deepspeed.runtime.zero.utils.is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
+print(known, "torch._inductor.compile_fx" in sys.modules, deepspeed.runtime.compiler.compile() is torch.compile)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT,
+                          timeout=120)
+    assert done.stdout.split() == ["True", "False", "True"], done.stdout + done.stderr
 
 
 def test_the_environment_of_deepspeed(monkeypatch, tmp_path):

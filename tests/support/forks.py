@@ -98,15 +98,17 @@ class Server:
 
 def load() -> None:
     """Imports what most ranks need and builds DeepSpeed's operator; starts no thread."""
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  imports torch's compiler, as every engine does
     import diffusers  # noqa: F401
     import matplotlib.figure  # noqa: F401
+    import torch._dynamo  # noqa: F401  torch's optimizers import it
     import transformers  # noqa: F401
     from deepspeed.accelerator import get_accelerator
     from diffusers import AutoencoderKL  # noqa: F401
 
     from dstrain import train
     from dstrain.command import cli  # noqa: F401
+    from dstrain.engine.start import import_deepspeed
+    import_deepspeed()
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
     gc.freeze()                                 # a garbage collection in a fork would write to all this, and so copy it
