@@ -71,9 +71,11 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 def gathered(masters, flats) -> dict[str, torch.Tensor]:
     """Full tensors by name from every rank's fragments."""
     full: dict[str, torch.Tensor] = {}
-    pieces = [(fragment, view.clone()) for fragment, view in masters.own_views(flats)]
-    for part in group.objects(pieces):
-        for fragment, view in part:
+    own = list(masters.own_views(flats))
+    # One tensor: each that is pickled has a header of its own.
+    values = torch.cat([view for _, view in own]) if own else torch.empty(0)
+    for fragments, values in group.objects(([fragment for fragment, _ in own], values)):
+        for fragment, view in zip(fragments, values.split([fragment.numel for fragment in fragments])):
             whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
             whole.view(-1)[fragment.start: fragment.start + fragment.numel] = view
     assert not any(tensor.isnan().any() for tensor in full.values()), "a fragment is missing"

@@ -5,6 +5,7 @@ finite; it goes back, and takes AFTER steps from the batches behind those. A fre
 the same steps from the same batches. The ranks are forked, as in check_systems.py.
 """
 
+import gc
 import json
 import sys
 import time
@@ -89,7 +90,8 @@ def compare(folder: Path) -> None:
         assert live.saves.go_back(GOOD + MORE, "trouble") == GOOD and course.shift == MORE
         fresh = trial(folder, *place)
         assert fresh.saves.resume() == GOOD and fresh.saves.course.shift == 0
-        begun = [key for key, value in live.state().items() if not torch.equal(value, fresh.state()[key])]
+        went_back, resumed = live.state(), fresh.state()
+        begun = [key for key, value in went_back.items() if not torch.equal(value, resumed[key])]
         fresh.saves.course.state.shift = MORE
         a, b = (steps(each, GOOD, GOOD + AFTER) for each in (live, fresh))
         at_end, expected = live.state(), fresh.state()
@@ -108,6 +110,8 @@ def main(folder: Path) -> None:
     import torch._dynamo                                                  # noqa: F401
     check_systems.kl.blocks()
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    gc.collect()
+    gc.freeze()                              # ZeRO-3 collects garbage for each engine: not among all these modules
     for stage in range(4):
         zero = {"stage": stage}
         if stage == 3:

@@ -10,6 +10,7 @@ data, the loop's step. The ranks are forked from this process after its imports 
 so that a group of them costs a second instead of ten.
 """
 
+import gc
 import json
 import os
 import sys
@@ -328,6 +329,8 @@ def main(folder: Path) -> None:
     import torch._dynamo                                                  # noqa: F401
     kl.blocks()
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    gc.collect()
+    gc.freeze()                              # ZeRO-3 collects garbage for each engine: not among all these modules
     for stage in range(4):
         zero = {"stage": stage}
         if stage == 3:
