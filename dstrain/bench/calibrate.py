@@ -4,6 +4,7 @@ from typing import Any
 
 from dstrain.bench.sides import Dstrain, Repeated, system_of
 from dstrain.bench.timing import Machine, Times, alternate, keep_memory
+from dstrain.costs.step import counted_step
 from dstrain.engine.start import start
 from dstrain.ranks import group
 from dstrain.recipe import Run
@@ -16,13 +17,14 @@ def step_seconds(run: Run, settings: dict[str, Any], micros: tuple[int, ...]) ->
     start()
     keep_memory()
     machine, system = Machine(group.device()), system_of(run)
+    counted = counted_step(run, system)
     batches = {micro: Repeated(system, micro, 1) for micro in micros}
     ours = Dstrain(run, settings, system, batches[micros[0]])
 
     def steps(micro: int) -> Any:
-        def step(number: int) -> None:
+        def step(_: int) -> None:
             ours.batches = batches[micro]
-            ours.step(number)
+            ours.step(counted)                    # plan.py divides by its operations; others may be smaller
         return step
 
     times: dict[str, Times] = alternate({str(micro): steps(micro) for micro in micros}, group.device(), run.steps // 2,

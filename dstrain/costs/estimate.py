@@ -7,6 +7,7 @@ from typing import Any
 from dstrain.costs.chips import GIB, Chip
 from dstrain.costs.counts import Counts, Layout
 from dstrain.costs.states import keeps, whole
+from dstrain.costs.step import counted_step
 from dstrain.costs.steptime import StepTime, step_time
 from dstrain.engine.settings import offload, precision, stage
 from dstrain.recipe import Run
@@ -107,7 +108,7 @@ def brief(run: Run, system: System, settings: dict[str, Any], world: int) -> str
     numbers, _ = whole(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
-        work = step_flops(system, run.batch.global_, run.steps - 1) / world / 1e12
+        work = step_flops(system, run.batch.global_, counted_step(run, system)) / world / 1e12
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
     except (RuntimeError, TypeError, ValueError):                # as command/probe.py meets them on the meta device
         work = ""

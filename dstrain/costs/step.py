@@ -26,6 +26,7 @@ from dstrain.train import take_step
 # by which it fetches them ahead in the second.
 _WARM = {0: 1, 1: 1, 2: 1, 3: 2}
 _EVERY = 16                  # a penalty that comes every 1, 2, 4, 8 or 16 steps falls on the step that counts
+_LATE = 4096                 # steps among which the one that counts is looked for
 
 MADE_IN_A_STEP = ("other", "activations", "working")      # kinds of what has no owner that is known yet
 
@@ -150,6 +151,5 @@ def _settle(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
 
 def counted_step(run: Run, system: System) -> int:
     """A late step that costs as much, and in which as many terms are due, as any."""
-    last = run.steps - 1
-    with_all_terms = range(last // _EVERY * _EVERY, -1, -_EVERY)[:16]
-    return max(*with_all_terms, last, key=system.workload)
+    late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
+    return max(late, key=lambda step: (system.workload(step), step % _EVERY == 0))

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -64,13 +64,14 @@ def import_deepspeed() -> ModuleType:
     """The module, with all that its engines import, but for torch's compiler: 1.2 s of every start.
 
     DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
-    another, see optimizers.py.
+    another, see optimizers.py. A DeepSpeed without that module goes its own way.
     """
     import deepspeed
     from deepspeed.runtime import compiler
-    original, compiler.compile = compiler.compile, lambda: lambda function: function
+    original, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
     try:
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+        with suppress(ImportError):
+            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     finally:
         compiler.compile = original
     return deepspeed

@@ -148,7 +148,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """How much is to do at `step`, the larger the more; equal where the same parts learn from as large samples."""
+        """How much is to do at `step`, the larger the more; steps of equal workload and turns take equal operations."""
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:

@@ -328,6 +328,8 @@ def main(folder: Path) -> None:
     import deepspeed.runtime.zero.stage3
     import torch._dynamo                                                  # noqa: F401
     kl.blocks()
+    for name in systems.names():
+        systems.package(name)
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
     gc.freeze()                              # ZeRO-3 collects garbage for each engine: not among all these modules

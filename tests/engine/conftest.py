@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dstrain import systems
 from dstrain.ranks import group
 from tests.support.launch import free_port
 from tests.support.spawn import place
@@ -83,6 +84,8 @@ def _import_all() -> None:
     import_deepspeed()
     for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):
         importlib.import_module(name)
+    for name in systems.names():
+        systems.package(name)
     gc.collect()
     gc.freeze()
 

@@ -105,10 +105,12 @@ def load() -> None:
     from deepspeed.accelerator import get_accelerator
     from diffusers import AutoencoderKL  # noqa: F401
 
-    from dstrain import train
+    from dstrain import systems, train
     from dstrain.command import cli  # noqa: F401
     from dstrain.engine.start import import_deepspeed
     import_deepspeed()
+    for name in systems.names():
+        systems.package(name)
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     gc.collect()
     gc.freeze()                                 # a garbage collection in a fork would write to all this, and so copy it

@@ -92,9 +92,10 @@ class Config(SystemConfig):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all ids."""
     beginnings: tuple[float, ...] = ()
-    """Shares of the steps whose clips are cut after the first, the second, ... latent frame. Some tokens of that frame
-    are masked, and no earlier ones, as decoding.order=frames and frames to go on from ask for. Such steps cost less, as
-    their clips are shorter; clips that end before keep their end. In all other steps any tokens are masked."""
+    """Shares of the steps whose clips end with the first, the second, ... latent frame (a clip of 9 frames has 5). Of that
+    frame alone tokens are masked, as decoding.order=frames and frames to go on from ask for. Such steps cost less, as
+    their clips are shorter; a clip that ends before keeps its end. The other steps have whole clips, any tokens masked:
+    leave a share to them, or to each frame, since what no step shows is drawn by weights that have learned nothing."""
 
     unconditional: bool = False
     """Whether the model reads no texts and has no weights for them."""
@@ -132,7 +133,7 @@ class Config(SystemConfig):
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
         if min(self.beginnings, default=0) < 0 or sum(self.beginnings) > 1 + 1e-9:
             raise ConfigError(f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
-                              "at most")
+                              "at most; write for example [0.5, 0.2, 0.1], and whole clips are the rest")
         if self.text_encoder is not None and self.text_encodings_dim is None:
             raise ConfigError(f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
                               "said; give its hidden size, for example 768 for google/t5-v1_1-base")

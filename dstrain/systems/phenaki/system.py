@@ -5,7 +5,7 @@ clips: MaskGit's turn draws ids for the masked tokens, and the critic's turn tel
 that is right is not "replaced". The critic learns nothing from tokens that were not masked, since they are all true.
 
 Every masked token has the same weight, whichever clip it is of, as in MaskGIT's mean over a batch. A sample's loss must
-not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of its real ones.
+not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of those that may be.
 
 All randomness is drawn from the samples' keys by name: mask_ratio, mask, drop (of the text), filled (ids for the
 critic); in generation those of decoding.py. Where clips are cut (model.beginnings) follows from the step alone.
@@ -118,7 +118,8 @@ class PhenakiSystem(System):
 
     def workload(self, step: int) -> tuple[int, ...]:
         cut, longest = masking.cut_after(self.config.beginnings, step), self.config.token_shape[0]
-        return len(self.turns(step)), longest if cut is None else min(cut + 1, longest)
+        frames, masked = (longest, longest) if cut is None else (min(cut + 1, longest), 1)
+        return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Cross-entropy at masked tokens, the text dropped now and then; the self critic's loss beside it."""
