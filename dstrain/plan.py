@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dstrain import systems
 from dstrain.costs.advice import LARGEST, Case, advice, more_gpus, search
 from dstrain.costs.calibration import Measured, rates
 from dstrain.costs.chips import chip
 from dstrain.costs.count import count
 from dstrain.costs.counts import Counts, Layout
 from dstrain.costs.estimate import Estimate, as_json, changes, held
+from dstrain.costs.step import counted_step
 from dstrain.costs.steptime import LAUNCHES
 from dstrain.disk import small
 from dstrain.engine.settings import precision, resolve, stage
@@ -106,7 +108,9 @@ def calibrated(run: Run, ds_config: Path, json: bool = False) -> str:
     if micro < 4:
         raise ConfigError("--calibrate compares two micro-batches: write batch.global and batch.micro of 4 or more")
     cases = {size: _one_batch(run, ds_config, size) for size in (micro, micro // 4)}
-    seconds, clock = step_seconds(*cases[micro], tuple(cases))
+    largest, settings = cases[micro]
+    number = counted_step(largest, systems.build(largest.system, largest.model))
+    seconds, clock = step_seconds(largest, settings, number, tuple(cases))
     fitted = rates(*(Measured(_costs(*cases[size]), size, seconds[size]) for size in cases))
     depths = [max(int(run.model["depth"] * share), 1) for share in (0.5, 1, 2)] if "depth" in run.model else [None]
     rows = []

@@ -23,7 +23,8 @@ usage:  [deepspeed] launch/generate.py RUN [options]
   --embeddings FILE     image embeddings that RUN itself begins from, a .npy (N, D)
   --seed S              picture i is a function of S + i, on any number of ranks (0)
   --size 320x192        width and height of pictures, for a run of system dit (the run's samples.size)
-  --steps N             network evaluations for each picture (the run's samples.num_steps)
+  --steps N             network evaluations for each picture (the run's samples.num_steps); with
+                        model.decoding.order=frames for each latent frame of a clip
   --sampler NAME        ddim, ddpm, dpm++, dpm++sde, unipc, heun or edm; for flow matching these but ddim and ddpm,
                         and euler or sde; confidence or critic for videos (the run's)
   --guidance-scale S    classifier-free guidance, 1 is none (the run's)

@@ -92,10 +92,10 @@ class Config(SystemConfig):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all ids."""
     beginnings: tuple[float, ...] = ()
-    """Shares of the steps whose clips end with the first, the second, ... latent frame (a clip of 9 frames has 5). Of that
-    frame alone tokens are masked, as decoding.order=frames and frames to go on from ask for. Such steps cost less, as
-    their clips are shorter; a clip that ends before keeps its end. The other steps have whole clips, any tokens masked:
-    leave a share to them, or to each frame, since what no step shows is drawn by weights that have learned nothing."""
+    """Shares of the steps whose clips end with the first, the second, ... latent frame (a clip of 9 frames has 5). Of
+    that frame alone tokens are masked, as decoding.order=frames and frames to go on from ask for. Such steps cost less,
+    as their clips are shorter; a clip that ends before keeps its end. The other steps have whole clips, any tokens
+    masked: leave a share to them, or to each frame, since a frame that no step has shown is drawn at random."""
 
     unconditional: bool = False
     """Whether the model reads no texts and has no weights for them."""
