@@ -22,6 +22,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.initial import Networks, Values, weights_on_meta
 from dstrain.engine.masters import Masters
+from dstrain.engine.start import import_deepspeed
 from dstrain.ranks import group
 
 
@@ -30,7 +31,7 @@ def first_of(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     prepare_environment()
-    import deepspeed
+    deepspeed = import_deepspeed()
     from deepspeed.ops import adam
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.utils import groups

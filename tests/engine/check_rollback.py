@@ -5,7 +5,6 @@ finite; it goes back, and takes AFTER steps from the batches behind those. A fre
 the same steps from the same batches. The ranks are forked, as in check_systems.py.
 """
 
-import gc
 import json
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from dstrain.engine import prepare_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.course import Course
 from dstrain.engine.updates import Flag
@@ -22,6 +20,7 @@ from dstrain.train import take_step
 from tests.engine import check_systems
 from tests.engine.check_systems import Trial, on_ranks, write
 from tests.support import tokenizers
+from tests.support.preload import preload
 
 GOOD, MORE, AFTER = 5, 3, 4
 # Number of ranks: case, stage, precision, save.format. Two tiny networks at every stage in every precision, so that any
@@ -105,13 +104,8 @@ def compare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    prepare_environment()
-    import deepspeed.runtime.zero.stage3                                  # once, for all the forks, as what follows
-    import torch._dynamo                                                  # noqa: F401
-    check_systems.kl.blocks()
-    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-    gc.collect()
-    gc.freeze()                              # ZeRO-3 collects garbage for each engine: not among all these modules
+    check_systems.kl.blocks()                                             # once, for all the forks, as what follows
+    preload()
     for stage in range(4):
         zero = {"stage": stage}
         if stage == 3:

@@ -10,7 +10,6 @@ data, the loop's step. The ranks are forked from this process after its imports 
 so that a group of them costs a second instead of ten.
 """
 
-import gc
 import json
 import os
 import sys
@@ -37,6 +36,7 @@ from dstrain.train import take_step
 from tests.engine.check_engines import gathered
 from tests.support import tokenizers
 from tests.support.launch import ROOT, free_port
+from tests.support.preload import preload
 
 BEFORE, AFTER, EXTRA = 8, 12, 5
 ROUNDING = 1e-7                                       # the root mean square of a gradient that is nothing else
@@ -324,15 +324,9 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
 
 def main(folder: Path) -> None:
     prepare_environment()
-    import deepspeed.checkpoint.ds_to_universal                           # once, for all the forks, as what follows
-    import deepspeed.runtime.zero.stage3
-    import torch._dynamo                                                  # noqa: F401
+    import deepspeed.checkpoint.ds_to_universal                           # noqa: F401  once, for all the forks
     kl.blocks()
-    for name in systems.names():
-        systems.package(name)
-    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-    gc.collect()
-    gc.freeze()                              # ZeRO-3 collects garbage for each engine: not among all these modules
+    preload()
     for stage in range(4):
         zero = {"stage": stage}
         if stage == 3:

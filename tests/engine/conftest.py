@@ -1,7 +1,6 @@
 """Process groups without a launch: this process alone as a rank, or ranks that are forked from it."""
 
 import gc
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dstrain import systems
 from dstrain.ranks import group
 from tests.support.launch import free_port
+from tests.support.preload import preload
 from tests.support.spawn import place
 
 
@@ -22,7 +21,7 @@ def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
     from dstrain.engine.start import start
     environment, linear = dict(os.environ), torch.nn.functional.linear
-    _import_all()
+    preload()
     start(timeout_minutes=1)
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -68,26 +67,12 @@ def in_fork() -> Callable[..., None]:
 
 
 def _fork(processes: int, enter: Callable[..., None], *arguments: Any) -> None:
-    _import_all()                                 # once, for all the forks
+    preload()
     method = "spawn" if torch.cuda.is_available() else "fork"
     try:
         mp.start_processes(enter, arguments, processes, start_method=method)
     finally:
         gc.unfreeze()
-
-
-def _import_all() -> None:
-    """What every engine imports. DeepSpeed collects garbage for each engine of stage 3: not among all these modules."""
-    from dstrain.engine import prepare_environment
-    from dstrain.engine.start import import_deepspeed
-    prepare_environment()
-    import_deepspeed()
-    for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):
-        importlib.import_module(name)
-    for name in systems.names():
-        systems.package(name)
-    gc.collect()
-    gc.freeze()
 
 
 def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:

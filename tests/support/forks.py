@@ -13,7 +13,6 @@ but for PYTHONPATH: see launch.py.
 
 import atexit
 import contextlib
-import gc
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.support import spawn
+from tests.support.preload import preload
 
 LARGEST = 1 << 17                                 # bytes of one order; a socket accepts about 200 kB
 
@@ -97,23 +97,15 @@ class Server:
 
 
 def load() -> None:
-    """Imports what most ranks need and builds DeepSpeed's operator; starts no thread."""
+    """Imports what most commands need, besides what engines do."""
     import diffusers  # noqa: F401
     import matplotlib.figure  # noqa: F401
-    import torch._dynamo  # noqa: F401  torch's optimizers import it
     import transformers  # noqa: F401
-    from deepspeed.accelerator import get_accelerator
     from diffusers import AutoencoderKL  # noqa: F401
 
-    from dstrain import systems, train
+    from dstrain import train  # noqa: F401
     from dstrain.command import cli  # noqa: F401
-    from dstrain.engine.start import import_deepspeed
-    import_deepspeed()
-    for name in systems.names():
-        systems.package(name)
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-    gc.collect()
-    gc.freeze()                                 # a garbage collection in a fork would write to all this, and so copy it
+    preload()
 
 
 def serve(orders: socket.socket) -> None:

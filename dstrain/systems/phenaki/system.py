@@ -118,7 +118,7 @@ class PhenakiSystem(System):
 
     def workload(self, step: int) -> tuple[int, ...]:
         cut, longest = masking.cut_after(self.config.beginnings, step), self.config.token_shape[0]
-        frames, masked = (longest, longest) if cut is None else (min(cut + 1, longest), 1)
+        frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def learn(self, nets: Nets, example: Example) -> Terms:

@@ -1,0 +1,25 @@
+"""What engines import, imported once for all the processes that are forked from this one."""
+
+import gc
+import importlib
+
+
+def preload() -> None:
+    """Imports it, and builds DeepSpeed's operator for exchanges on the CPU; starts no thread.
+
+    ZeRO-3 collects garbage for each engine: not among all these modules, which a fork would so copy.
+    """
+    from dstrain import systems
+    from dstrain.engine import prepare_environment
+    from dstrain.engine.start import import_deepspeed
+    prepare_environment()
+    deepspeed = import_deepspeed()
+    for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):               # torch's optimizers import the second
+        importlib.import_module(name)
+    for name in systems.names():
+        systems.package(name)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.create_op_builder("ShareMemCommBuilder").load()
+    gc.collect()
+    gc.freeze()
