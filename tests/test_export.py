@@ -201,7 +201,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
 def test_recipes_that_diffusers_cannot_express(path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
     run, _ = checked(recipe.load(path))
-    of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [3, 4, 4], "codebook_size": 64}}
+    of_data = {"dit": {"first_stage": None}, "phenaki": {"token_shape": [5, 4, 4], "codebook_size": 64}}
     system = systems.build(run.system, run.model | of_data.get(run.system, {}))
     with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
         system.require_expressible()

@@ -3,6 +3,7 @@
 The loss takes the way of a GPU in both, where no value is read.
 """
 
+import gc
 import json
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -63,6 +64,7 @@ def configurations(stages: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tuple[Run, dict[str, Any]]:
+    gc.collect()                  # what earlier ones left is no part of the peak, whenever else it would be collected
     name, *words = CASES[case]
     words += more
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
