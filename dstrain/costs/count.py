@@ -10,6 +10,7 @@ compiled one keeps less. Not counted: what the driver, the libraries and torch's
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -69,13 +70,18 @@ def _worker() -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent."""
+    """Leaves GPUs to others; says nothing, since DeepSpeed tells of ranks that do not exist; ends with its parent. What
+    it imports is no garbage, for which DeepSpeed looks whenever it shards weights.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # of a terminal, which reaches the parent, too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(nowhere, output)
+    from dstrain.engine.start import import_deepspeed
+    import_deepspeed()
+    gc.freeze()
 
 
 def _end_with_parent() -> None:

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.engine import prepare_environment
 from dstrain.engine.engines import Engines
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.initial import Networks, Values, weights_on_meta
@@ -35,8 +34,8 @@ from dstrain.ranks import group
 def first_of(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of `world`. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    prepare_environment()
     deepspeed = import_deepspeed()
+    import cpuinfo
     from deepspeed.ops import adam
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.utils import groups
@@ -45,6 +44,7 @@ def first_of(world: int) -> Iterator[None]:
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None     # it compares values
     adam.DeepSpeedCPUAdam.step = _first_step
+    cpuinfo.get_cpu_info = dict                   # it measures the CPU for a second, and DeepSpeed asks for the vendor
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(
         create_adam=lambda *args: None, destroy_adam=lambda *args: None))                 # it would be compiled
     linear, asked = nn.functional.linear, torch.cuda.is_available

@@ -26,7 +26,6 @@ def start(timeout_minutes: float = 30) -> None:
 
     A rank that waits for others longer than `timeout_minutes` raises: see group.lost. ConfigError: a taken port.
     """
-    prepare_environment()
     phases().at("importing DeepSpeed")
     place = group.place()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank),
@@ -66,6 +65,7 @@ def import_deepspeed() -> ModuleType:
     DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
     another, see optimizers.py. A DeepSpeed without that module goes its own way.
     """
+    prepare_environment()
     import deepspeed
     from deepspeed.runtime import compiler
     original, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function

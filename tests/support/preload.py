@@ -10,9 +10,7 @@ def preload() -> None:
     ZeRO-3 collects garbage for each engine: not among all these modules, which a fork would so copy.
     """
     from dstrain import systems
-    from dstrain.engine import prepare_environment
     from dstrain.engine.start import import_deepspeed
-    prepare_environment()
     deepspeed = import_deepspeed()
     for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):               # torch's optimizers import the second
         importlib.import_module(name)
