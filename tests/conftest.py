@@ -5,6 +5,7 @@ One file alone runs in this process, which is sooner ready than workers are.
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from dstrain.ranks.phases import phases
@@ -48,6 +49,14 @@ def pytest_collection_modifyitems(config, items):
     root = Path(__file__).parent
     rank = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish():
+    """Autograd begins before a test pretends a GPU, as torch's fake tensors do. It would start a thread for that GPU, and
+    no process forked from this one could compute a gradient.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.ones((), requires_grad=True).backward()
 
 
 def pytest_runtest_setup(item):
