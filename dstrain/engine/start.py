@@ -63,7 +63,8 @@ def import_deepspeed() -> ModuleType:
     """The module, with all that its engines import, but for torch's compiler: 1.2 s of every start.
 
     DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
-    another, see optimizers.py. A DeepSpeed without that module goes its own way.
+    another, see optimizers.py. A DeepSpeed without that module goes its own way. The environment that it reads is
+    prepared.
     """
     prepare_environment()
     import deepspeed
