@@ -210,7 +210,8 @@ def _begin(options: GenerateOptions, first: Opened, then: list[Opened], clip: Le
     for before, later in zip((first, *then), then):
         _require_chain(before, later)
     if options.embeddings is not None:
-        return read_embeddings(options.embeddings)
+        with reworded(options={"data.path: ": "--embeddings: "}):
+            return read_embeddings(options.embeddings)
     if options.low_res is None:
         return None
     with reworded("--low-res "):

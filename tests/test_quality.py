@@ -181,9 +181,21 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     """Oracle: a message that says which of both the network takes."""
     counting.register(monkeypatch)
     monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
-    with pytest.raises(ConfigError, match="torchscript: it takes images, and these are clips"):
+    with pytest.raises(ConfigError, match=r"torchscript .*: it takes images, and these are clips"):
         quality(QualityOptions(("fid",), (words,), counting.folder(tmp_path / "run"), num=4, out=tmp_path / "out",
                                reference=arrays(tmp_path / "n.npz", noise(9))))
+
+
+def test_what_is_known_of_clips_is_checked_before_any_is_drawn(tmp_path, monkeypatch):
+    """Oracle: a sampler that must not be called: networks that take no clips, captions that are none of the data's."""
+    run = counting.folder(tmp_path / "run")
+    counting.register(monkeypatch)
+    monkeypatch.setattr(module, "manifest", lambda checkpoint: {"step": 3})
+    monkeypatch.setattr(counting.Counting, "sample", lambda *_: pytest.fail("drawn"))
+    for metrics, prompts, message in ((("retrieval",), None, r"emoji \(for the metrics retrieval\): it takes images, and"),
+                                      (("accuracy",), ("a cat eating",), "'a cat eating' is no caption of the built-in")):
+        with pytest.raises(ConfigError, match=message):
+            quality(QualityOptions(metrics, folder=run, num=4, prompts=prompts, out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("options, message", [
@@ -197,7 +209,7 @@ def test_clips_are_no_images(tmp_path, words, monkeypatch):
     ({"guidance_interval": (0.2, 5.0), "guidance_scale": 1.0}, "--guidance-interval changes nothing at"),
     ({"reference": Path("nowhere")}, "--reference nowhere: there is no such"),
     ({"folder": None, "images": "mine", "metrics": ("fid", "clip_score")}, "clip_score needs captions"),
-    ({"folder": None, "images": "mine", "metrics": ("fid", "fvd")}, "i3d: it takes clips, and these are images")])
+    ({"folder": None, "images": "mine", "metrics": ("fid", "fvd")}, r"i3d .*: it takes clips, and these are images")])
 def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch, options, message):
     """Oracle: the message; a reference that cannot be read any further than it must be to be opened."""
     def unread(*_):

@@ -52,6 +52,11 @@ class Files(ABC):
         """Calls `read` of places that are needed soon, and does not wait; in vain for files on a disk here."""
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a name is not of the data: .DS_Store, ._photo.jpg; __MACOSX of zip files, @eaDir of Synology."""
+    return name[0] == "." or name in ("__MACOSX", "@eaDir")
+
+
 def is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
@@ -85,7 +90,7 @@ class LocalFiles(Files):
             below = [name[start:] for name in self.listed if not folder or name.startswith(f"{folder}/")]
             return sorted({(name.split("/")[0], "/" in name) for name in below})
         with os.scandir(os.path.join(self.root, folder)) as entries:
-            return sorted((entry.name, is_folder(entry)) for entry in entries if entry.name[0] != ".")
+            return sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
 
     def stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dstrain.data.files import is_folder
+from dstrain.data.files import is_folder, is_hidden
 from dstrain.recipe import ConfigError
 
 _THREADS = 16                              # a network's disk answers slowly
@@ -35,7 +35,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         return ()
     with os.scandir(root) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)
+        return tuple(sorted(entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry)
                             and not (entry.is_symlink() and os.path.realpath(entry.path) == os.path.realpath(root))))
 
 
@@ -63,7 +63,7 @@ def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] 
     with os.scandir(root / folder) as entries:
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.name[0] == ".":                             # .DS_Store, ._photo.jpg
+            if is_hidden(entry.name):
                 continue
             if is_folder(entry):
                 target = f"{above[-1]}/{entry.name}"

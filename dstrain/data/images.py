@@ -59,8 +59,8 @@ def open_images(path: str | Path, image_size: int, *, channels: int = 3, split: 
         raise ConfigError(f"data.path={path}: the built-in images are builtin:fashion and {EMOJI}")
     if builtin and (crop != Crop() or sizes):
         size = "32 x 32" if path == EMOJI else "28 x 28"
-        raise ConfigError(f"data.crop={crop.kind}, data.size_conditions: {path} has images of {size} pixels, which "
-                          "are not cropped: leave them out")
+        key = f"data.crop={crop.kind}" if crop != Crop() else "data.size_conditions"
+        raise ConfigError(f"{key}: {path} has images of {size} pixels, which are not cropped: leave it out")
     if builtin and (held_out_path is None or split == "train"):
         return (Emoji if path == EMOJI else Fashion)(image_size, channels, split)
     request = request or Request(SUFFIXES)

@@ -117,8 +117,10 @@ def mapped(root: Path, name: str) -> np.ndarray:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise ConfigError(f"data.path: {name} cannot be opened, since too many files are open: raise the limit "
                               "(ulimit -n), or set a smaller data.workers") from None
-        raise ConfigError(f"data.path: {name} is no readable .npy file "
-                          f"({' '.join(str(error).split())[:150]})") from None
+        reason = " ".join(str(error).split())[:150]
+        if "pickle" in reason:                                 # numpy's remedy would execute what the file says
+            reason = "it is of another kind, or holds Python objects"
+        raise ConfigError(f"data.path: {name} is no readable .npy file ({reason}): write it with numpy.save") from None
     if not isinstance(array, np.ndarray):                      # np.load reads a zip of arrays under any name
         raise ConfigError(f"data.path: {name} is a zip file (.npz, or torch's): save each array as .npy")
     if not array.ndim or not len(array):

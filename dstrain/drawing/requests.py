@@ -36,6 +36,8 @@ def make_request(samples: Samples, system: System, num: int, seed: int = 0, *, l
     if prompts is None and not labels:
         prompts = samples.prompts
     captions = None
+    if prompts is not None and labels:
+        raise ConfigError("--labels: the texts of --prompts say what is drawn; leave one of the two out")
     if prompts is not None:
         captions = [*islice(cycle(prompts), num)]
         conditions = system.conditions_from_texts(captions)

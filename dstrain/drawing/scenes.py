@@ -87,7 +87,8 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     """The last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
 
     K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
-    ConfigError names the file that cannot be read, is too short or of another size.
+    Clips and pictures are scaled and cropped to the run's size, as its data are. ConfigError names the file that cannot
+    be read, is too short, or an .npz of another size.
     """
     path = samples_path(path)
     if path.suffix == ".npz":

@@ -37,7 +37,10 @@ UNSUPPORTED_WITHIN = {
     "bf16.bf16_master_weights_and_grads": "EMA and checkpoints shadow fp32 masters",
     "bf16.bf16_optimizer_states": "checkpoints hold fp32 moments",
     "fp16.fp16_master_weights_and_grads": "EMA and checkpoints shadow fp32 masters",
+    "prescale_gradients": "DeepSpeed refuses it with ZeRO, and its gradients are means already",
     "fp16.auto_cast": "loss, timesteps and their features stay float32 at the network's boundary",
+    "zero_optimization.round_robin_gradients": "it mixes up the order of weights in the flat masters, from 2 ranks on",
+    "zero_optimization.stage3_module_granularity_threshold": "it gathers the weights of our blocks too late",
     "zero_optimization.zenflow": "it updates weights out of step with the EMA",
     "zero_optimization.offload_optimizer.super_offload": "it updates weights out of reach of EMA and checkpoints",
     "zero_optimization.cpu_offload": "write offload_optimizer",
@@ -56,7 +59,7 @@ def unsupported(settings: dict[str, Any]) -> Iterator[str]:
         value: Any = settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if value:
+        if value not in (None, False):             # an empty section is one, too
             yield f'dstrain does not support "{key}": {reason}; remove it'
 
 

@@ -4,6 +4,7 @@ Its features are the 64 numbers before the last layer. Of a clip they are means 
 item (clips.py).
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -61,15 +62,19 @@ class Builtin(Features):
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
+    def require_captions(self, captions: Sequence[str]) -> None:
+        known = moving.captions()
+        if unknown := [caption for caption in captions if caption not in known]:
+            raise ConfigError(f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
+                              "for those, or leave out the metric accuracy")
+
     def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
                 captions: list[str] | None) -> Tensor | None:
         """As of Features; of clips by their captions: those that are right, all, right items, and right motions."""
         if images.ndim == 4 or captions is None:
             return super().showing(images, logits, labels, captions)
+        self.require_captions(captions)
         known = moving.captions()
-        if unknown := [caption for caption in captions if caption not in known]:
-            raise ConfigError(f"{unknown[0]!r} is no caption of the built-in clips, such as {next(iter(known))!r}: ask "
-                              "for those, or leave out the metric accuracy")
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item, motion = logits.argmax(1) == labels, motions(grey(images.to(logits.device))) == asked
         return by_class(labels, len(FASHION), item & motion, torch.ones_like(item), item, motion)

@@ -71,6 +71,7 @@ class Drawn(Images):
         self.options, self.run, self.system, self.networks, self.source = options, run, system, networks, source
         self.num = options.num or 50_000 if source is None else len(source)
         self.samples = of_all(run.samples, run.data, system)
+        self.clips = system.num_frames is not None
         self.captions = self.prompts = (options.prompts if options.prompts or options.labels else
                                         self.samples.prompts)
 

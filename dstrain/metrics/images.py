@@ -34,6 +34,7 @@ class Images(ABC):
     """A set of images, of which each rank takes some."""
 
     captions: Sequence[str] | None = None         # of all images, or those that they repeat; None: they are not known
+    clips: bool | None = None                     # whether they are clips; None: it shows in each
 
     @abstractmethod
     def __len__(self) -> int:

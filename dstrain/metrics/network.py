@@ -1,6 +1,7 @@
 """The type of a network that turns images into the features which metrics compare."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Features(ABC):
     def texts(self, captions: list[str]) -> Tensor | None:
         """Vectors float32 (N, D) of texts that are comparable with those of images; None: it reads no texts."""
         return None
+
+    def require_captions(self, captions: Sequence[str]) -> None:
+        """ConfigError: clips of these captions cannot be scored by `showing`."""
 
     def showing(self, images: Tensor, logits: Tensor, labels: Tensor | None,
                 captions: list[str] | None) -> Tensor | None:

@@ -132,12 +132,18 @@ def collect(images: Images, networks: dict[str, Features], size: int, keep: int 
 
 
 def begun(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
-    """The set for `collect` with the same arguments, its first batch taken, and checked; on all ranks together.
+    """The set for `collect` with the same arguments, its first batch taken, and checked; on all ranks together. What
+    shows without images, which may have to be drawn, is checked before.
 
     ConfigError: as `collect` with this batch, or too few images for pr and dc.
     """
     require_enough(len(images))
     require_neighbours(networks, min(len(images), keep))
+    if images.clips is not None:
+        for metric, network in networks.items():
+            _require_kind(network, images.clips)
+            if images.clips and images.captions and "right" in METRICS[metric].needs:
+                network.require_captions(images.captions)
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
         for name, needs in _needs(networks).items():
@@ -171,16 +177,22 @@ def _needs(networks: dict[str, Features], compared: bool = False) -> dict[str, s
 def _require(batch: Batch, network: Features, needs: set[str]) -> None:
     """ConfigError, before much is computed: a network takes no such images, or a metric lacks texts or labels."""
     clips = batch.images.ndim == 5
-    if network.videos not in (None, clips):
-        kinds = ("clips", "images") if network.videos else ("images", "clips")
-        raise ConfigError(f"--features {network.name}: it takes {kinds[0]}, and these are {kinds[1]}: choose other "
-                          "metrics")
+    _require_kind(network, clips)
     shown = batch.captions if clips and batch.labels is None else batch.labels       # captions of clips name the item
     for need, metric, kind, values in (("text_score", "clip_score", "captions", batch.captions),
                                        ("retrieved", "retrieval", "captions", batch.captions),
                                        ("right", "accuracy", "labels", shown)):
         if need in needs and values is None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
+
+
+def _require_kind(network: Features, clips: bool) -> None:
+    """ConfigError: the network takes images and these are clips, or the other way round."""
+    if network.videos not in (None, clips):
+        kinds = ("clips", "images") if network.videos else ("images", "clips")
+        metrics = ", ".join(name for name, metric in METRICS.items() if network.name in metric.kinds)
+        raise ConfigError(f"--features {network.name} (for the metrics {metrics}): it takes {kinds[0]}, and these are "
+                          f"{kinds[1]}: choose other metrics")
 
 
 def lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:

@@ -97,7 +97,7 @@ class Perceptual(Distance):
     def _load(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ConfigError(f"perceptual.path: no weights are at {path}: {REMEDY}")
+            raise ConfigError(f"model.perceptual.path={path}: no weights are there: {REMEDY}")
         weights: dict[str, Tensor] = {}
         for file in files:
             weights |= _named(_read(file))
@@ -105,7 +105,7 @@ class Perceptual(Distance):
         for name, tensor in needed.items():
             shape = tuple(weights[name].shape) if name in weights else "absent"
             if shape != tuple(tensor.shape):
-                raise ConfigError(f"perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is "
+                raise ConfigError(f"model.perceptual.path: {name} is {shape} at {path}, and {tuple(tensor.shape)} is "
                                   f"needed: {REMEDY}")
         self.load_state_dict({name: weights[name].float() for name in needed})
 
@@ -129,8 +129,8 @@ def _read(file: Path) -> dict[str, Tensor]:
             raise RuntimeError("no state dict")
         return state
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"perceptual.path: {file} cannot be read as weights ({type(error).__name__}): {REMEDY}") \
-             from None
+        raise ConfigError(f"model.perceptual.path: {file} cannot be read as weights ({type(error).__name__}): "
+                          f"{REMEDY}") from None
 
 
 def _named(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -101,6 +101,10 @@ def _override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str
             problems.append(f"{as_text(override)!r} is no override: write key=value without spaces{recipe}, for "
                             "example steps=500")
             continue
+        if not text.strip():
+            problems.append(f"{key}= gives nothing, as where a variable of the shell is not set: write a value, "
+                            f"{key}=null for none, or {key}='\"\"' for an empty text")
+            continue
         try:
             _put(values, key, _parse(text))
             overridden.add(key)

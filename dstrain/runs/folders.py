@@ -69,7 +69,9 @@ def check(run: Run, fingerprint: str, resume: Resume) -> None:
         return
     if changes := refused(recipe_of(folder), run, system := config_class(run.system)):
         raise refusals(changes, folder / "run.yaml", system)
-    earlier = small.line_of(folder / "data.txt") or fingerprint
+    if not (earlier := small.line_of(folder / "data.txt")):
+        raise ConfigError(f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
+                          f"put it back, or give --allow-change, if these are data.path={run.data.path}")
     if not same_data(earlier, fingerprint):
         raise ConfigError(f"data.path={run.data.path} is not what {folder} was trained on: {fingerprint!r} now, "
                           f"{earlier!r} before; put the files back, name another folder=, or give --allow-change")

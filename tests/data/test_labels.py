@@ -154,6 +154,15 @@ def test_labels_in_dataset_json(tmp_path):
     assert open_images(root, 16).classes == ("00000", "00001")
 
 
+def test_folders_of_other_programs(tmp_path):
+    """Oracle: the same folder without them: what macOS and Synology leave beside the classes is none of them."""
+    said = [open_images(folder(tmp_path / name), 16).describe() for name in "ab"]
+    for other in ("__MACOSX", "c0/@eaDir", ".ipynb_checkpoints"):
+        (tmp_path / "b" / other).mkdir()
+        picture(0).save(tmp_path / "b" / other / "000.png")
+    assert [open_images(tmp_path / name, 16).describe() for name in "ab"] == said and said[0] == said[1]
+
+
 def test_what_was_found_is_said(tmp_path):
     """Oracle: counting by hand."""
     root = folder(tmp_path / "d", 3, 4)

@@ -165,6 +165,10 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "optimizer.warmup")),
     ({"amp": {"enabled": True}}, ("does not support", "amp")),
     ({"pipeline": {}}, ("does not support",)), ({"sparse_gradients": True}, ("does not support",)),
+    *(({"zero_optimization": {"stage": 2, key: value}}, ("does not support", f'"zero_optimization.{key}"'))
+      for key, value in (("round_robin_gradients", True), ("zenflow", {}))),
+    ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1}}, ("granularity_threshold", "remove it")),
+    ({"prescale_gradients": True}, ("does not support", "prescale_gradients")),
     ({"curriculum_learning": {}}, ("does not support",)), ({"compression_training": {}}, ("does not support",)),
     ({"elasticity": {}}, ("any world size",)), ({"compile": {"deepcompile": True}}, ("compile=on",)),
     ({"wandb": {"enabled": True}}, ("track.wandb",)), ({"torch_autocast": {"enabled": True}}, ("bf16",)),

@@ -96,7 +96,7 @@ def test_distance_of_the_packaged_classifier():
 
 
 @pytest.mark.parametrize("damage, words", [
-    ("absent", "no weights are at"), ("empty", "no weights are at"), ("heads", "heads.0 is absent"),
+    ("absent", "no weights are there"), ("empty", "no weights are there"), ("heads", "heads.0 is absent"),
     ("noise", "cannot be read"), ("shape", r"features.0.weight is \(1,\)")])
 def test_what_is_refused(files, tmp_path, damage, words):
     """Oracle: a ValueError that names the path, the fault and the remedy."""

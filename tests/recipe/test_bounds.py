@@ -173,6 +173,10 @@ def test_overrides_of_what_is_no_section():
     for words in ("steps", "=5", " =5"):
         with pytest.raises(ConfigError, match="is no override: write key=value"):
             recipe.load(None, [words])
+    for words in ("folder=", "data.path= "):
+        with pytest.raises(ConfigError, match="gives nothing, as where a variable of the shell is not set: write a value"):
+            recipe.load(None, [words])
+    assert recipe.load(None, ["folder=null"]).folder is None
     with pytest.raises(ConfigError, match=r"^steps=\[ cannot be read as a value: quote it, for example steps="):
         recipe.load(None, ["steps=["])
 

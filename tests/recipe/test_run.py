@@ -113,7 +113,7 @@ def test_published_settings_are_the_papers():
 @pytest.mark.parametrize("text, key, expected", [
     ("3e-4", "optimizer.lr", 3e-4), ("1E6", "steps", 10**6), ("2_000", "steps", 2000), ("off", "compile", "off"),
     ("on", "compile", "on"), ("yes", "data.flip", True), ("010", "data.path", "010"), ("2024", "name", "2024"),
-    ("1e-8", "model.eps", 1e-8), ("", "folder", None), ("a=b", "data.path", "a=b"), ("[.9, .95]", "ema.decays", (.9, .95)),
+    ("1e-8", "model.eps", 1e-8), ("null", "folder", None), ("a=b", "data.path", "a=b"), ("[.9, .95]", "ema.decays", (.9, .95)),
     ("~/images", "data.path", str(Path("~/images").expanduser())),
 ])
 def test_values_that_yaml_libraries_misread(text, key, expected):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files import Files
+from dstrain.data.files import Files, is_hidden
 from dstrain.data.folder import few, listing
 from dstrain.data.labels import LABELS, MOST_BYTES, is_split, parsed_labels
 from dstrain.data.layouts.base import Layout, Place, Request, Sample, peek
@@ -82,7 +82,7 @@ class Zips(Layout):
                 folders = member.name.split("/")
                 if (".." in folders or not folders[0]) and member.name.lower().endswith(self.request.suffixes):
                     outside += 1
-                if any(not folder or folder[0] == "." for folder in folders) or folders[0] == "__MACOSX":
+                if any(not folder or is_hidden(folder) for folder in folders):
                     continue
                 is_table = folders[-1] == LABELS
                 if not is_table and not member.name.lower().endswith(self.request.suffixes):

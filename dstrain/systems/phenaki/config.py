@@ -149,7 +149,10 @@ class Config(SystemConfig):
             raise ConfigError(f"train={self.train}: the self critic shares MaskGit's weights, and both learn together; "
                               "set train=both, or critic=token")
         if self.critic_depth is not None and self.critic != "token":
-            raise ConfigError("critic_depth is the token critic's: set critic=token, or leave it out")
+            raise ConfigError("critic_depth is the token critic's: set model.critic=token, or model.critic_depth=null")
+        if self.critic is None and self.critic_labels != "masked":
+            raise ConfigError(f"critic_labels={self.critic_labels}: there is no critic; set model.critic=token, or "
+                              "leave it out")
         if self.codes is not None:
             self._check_codes(self.codes)
         return self

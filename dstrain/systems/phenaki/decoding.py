@@ -5,9 +5,9 @@ Notation: B samples of N tokens in the grid (t, h, w), n of them unknown; S step
 all mask tokens. Then it masks the max(1, floor(n cos(pi/2 (i + 1) / S))) tokens of lowest confidence again; the last
 step masks none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
 
-Without a critic a token's confidence is the log-probability with which its id was drawn, plus Gumbel noise times the
+Without a critic a token's confidence is the log-probability of its id at temperature 1, plus Gumbel noise times the
 confidence temperature, and a token that is not masked again stays to the end. With a critic it is minus the critic's
-logit of "was drawn", plus uniform noise times the critic noise, and any token may be masked again.
+logit, plus uniform noise times the critic noise, and any token may be masked again.
 
 With order=frames the latent frames are decoded in turn, all steps for each: the clip then ends with it, and what came
 before is known. So few tokens are drawn at once, and a clip's beginning is the clip that is drawn at that length.
@@ -29,7 +29,7 @@ from dstrain.systems.phenaki.masking import lowest, ratio
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
 # the logarithm of each one's probability, (B, t, h, w) both.
 Predict = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Criticize = Callable[[Tensor], Tensor]            # tokens -> logits of "was drawn", (B, t, h, w) both
+Criticize = Callable[[Tensor], Tensor]            # tokens -> the critic's logits, (B, t, h, w) both
 
 
 @torch.no_grad()

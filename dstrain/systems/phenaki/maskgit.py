@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     loss: Tensor                                  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
     hits: Tensor                                  # masked tokens whose likeliest id is the true one: (B,)
     filled: Tensor                                # true tokens, drawn ones where masked: int64 (B, t, h, w)
-    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if `replaced`
+    critic: Tensor | None                         # logits of the self critic, float32 (B, t, h, w), if `judged`
 
 
 class MaskGit(nn.Module):
@@ -50,22 +50,20 @@ class MaskGit(nn.Module):
 
     def forward(self, tokens: Tensor, masked: Tensor, weights: Tensor, real: Tensor | None = None,
                 dropped: Tensor | None = None, uniforms: Tensor | None = None, temperature: float = 1.0,
-                replaced: Tensor | None = None, **text: Tensor) -> Pass:
+                judged: Tensor | None = None, **text: Tensor) -> Pass:
         """The loss on true tokens int64 (B, t, h, w), of which those in `masked`, bool (B, t, h, w), are hidden.
 
         weights   (B,), of a sample's masked tokens in the total.
         uniforms  (B, N), with which masked tokens are drawn at `temperature`; None leaves the true ones in `filled`.
-        replaced  int64 (B, t, h, w): the self critic judges these tokens in the same pass.
+        judged    int64 (B, t, h, w): the self critic judges these tokens in the same pass.
         real, dropped, text: see Trunk.
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
-        if replaced is not None:                  # one pass for both: an engine hooks the outputs of one call
-            twice = lambda x: None if x is None else torch.cat((x, x))
-            states = self.trunk(torch.cat((seen, replaced)), twice(real), twice(dropped),
-                                **{name: twice(value) for name, value in text.items()})
-            states, judged = states.chunk(2)
-            critic = self.to_critic(judged)[..., 0].float()
+        if judged is not None:                    # one pass for both: an engine hooks the outputs of one call
+            states, of_judged = self.trunk(torch.cat((seen, judged)), _twice(real), _twice(dropped),
+                                           **_all_twice(text)).chunk(2)
+            critic = self.to_critic(of_judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
         places = pending.places()                                                                 # (M,)
@@ -86,8 +84,7 @@ class MaskGit(nn.Module):
         """
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
-            twice = lambda x: None if x is None else torch.cat((x, x))
-            both = self.trunk(twice(tokens), twice(real), half, **{name: twice(value) for name, value in text.items()})
+            both = self.trunk(_twice(tokens), _twice(real), half, **_all_twice(text))
             with_text, null = both.float().chunk(2)
             states = (null + guidance_scale * (with_text - null)).to(both.dtype)
         else:
@@ -98,12 +95,12 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """The self critic's logits of "was drawn": int64 (B, t, h, w) -> float32 (B, t, h, w)."""
+        """The self critic's logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w)."""
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
 class TokenCritic(nn.Module):
-    """Judges which tokens were replaced, by a trunk of its own and one logit a token. It sees no mask tokens."""
+    """Judges which tokens were drawn, by a trunk of its own and one logit a token. It sees no mask tokens."""
 
     def __init__(self, codebook_size: int, **trunk) -> None:
         super().__init__()
@@ -112,8 +109,16 @@ class TokenCritic(nn.Module):
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None,
                 **text: Tensor) -> Tensor:
-        """Logits of "was drawn": int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
+        """Logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
+
+
+def _twice(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.cat((x, x))
+
+
+def _all_twice(text: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat((value, value)) for name, value in text.items()}
 
 
 class Trunk(nn.Module):

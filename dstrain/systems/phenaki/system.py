@@ -1,8 +1,8 @@
 """Phenaki's token models as a system: MaskGit and, if the config has one, a critic; Villegas et al. 2022, section 2.2.
 
 Parts: `maskgit`, and `critic` where model.critic is token (a self critic is a head of maskgit). Both see the same
-clips: MaskGit's turn draws ids for the masked tokens, and the critic's turn tells them from the true ones. A drawn id
-that is right is not "replaced". The critic learns nothing from tokens that were not masked, since they are all true.
+clips: MaskGit's turn draws ids for the masked tokens, and the critic's turn judges the filled clip. With critic_labels
+masked it tells, of all tokens, which were masked; with replaced, of the masked ones, which got a wrong id.
 
 Every masked token has the same weight, whichever clip it is of, as in MaskGIT's mean over a batch. A sample's loss must
 not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of those that may be.
@@ -137,7 +137,7 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def judge(self, nets: Nets, example: Example) -> Terms:
-        """Cross-entropy of "was drawn": MaskGit has filled the masked tokens in its turn, or does here."""
+        """The critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
         self._begin(example)
         dropped = self._dropped(example)
         if "filled" not in example:               # where the critic alone learns
@@ -179,7 +179,7 @@ class PhenakiSystem(System):
         if self.config.critic == "self":
             with torch.no_grad():
                 example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **conditions, **drawn).filled
-            drawn = {"replaced": example["filled"]}
+            drawn = {"judged": example["filled"]}
         passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **conditions, **drawn)
         count = masked.flatten(1).sum(1)
         return passed, {"loss": passed.loss * weights, "cross_entropy": passed.loss / count,
@@ -219,7 +219,7 @@ class PhenakiSystem(System):
         return critic(example["filled"], example.get("real"), dropped, **chosen(example))
 
     def _judged(self, logits: Tensor, example: Example) -> Terms:
-        """Of the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens that was replaced, (B,)."""
+        """Of the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens with a wrong id, (B,)."""
         masked, total = self._masked(example), self._total(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)

@@ -220,7 +220,7 @@ def test_both_inputs_of_the_self_critic():
     filled = torch.where(masked, (tokens + 3) % 11, tokens)
     real, dropped = torch.arange(4) < torch.tensor([4, 3, 4])[:, None], torch.tensor([True, False, False])
     said = {"real": real, "dropped": dropped, "words": words}
-    passed = net(tokens, masked, torch.ones(3), **said, replaced=filled)
+    passed = net(tokens, masked, torch.ones(3), **said, judged=filled)
     alone = net(tokens, masked, torch.ones(3), **said)
     judged = net.to_critic(net.trunk(filled, **said))[..., 0]
     torch.testing.assert_close(passed.loss, alone.loss)

@@ -53,12 +53,12 @@ class Recorder:
         return self.answer(*inputs, **said)
 
 
-def silent(tokens, masked, weights, uniforms=None, replaced=None, **said):
+def silent(tokens, masked, weights, uniforms=None, judged=None, **said):
     """What MaskGit might answer: the next id wherever one is drawn at an even place."""
     even = (torch.arange(tokens[0].numel()) % 2 == 0).view(tokens.shape[1:])
     filled = torch.where(masked & even, (tokens + 1) % 64, tokens) if uniforms is not None else tokens
     zeros = torch.zeros(len(tokens))
-    critic = None if replaced is None else torch.full(tokens.shape, 2.0)
+    critic = None if judged is None else torch.full(tokens.shape, 2.0)
     return Pass(torch.zeros((), requires_grad=True), zeros, zeros, filled, critic)
 
 
@@ -139,8 +139,8 @@ def test_labels_of_the_critic(critic, labels):
         terms = {f"critic_{name}": value for name, value in system.loss("critic", nets, example).items()}
         shown = critic_net.calls[0][0][0]
     else:
-        assert maskgit.calls[0][1].get("replaced") is None and len(maskgit.calls) == 2
-        shown = maskgit.calls[1][1]["replaced"]
+        assert maskgit.calls[0][1].get("judged") is None and len(maskgit.calls) == 2
+        shown = maskgit.calls[1][1]["judged"]
     masked = maskgit.calls[0][0][1].flatten(1)
     even = torch.arange(12) % 2 == 0
     assert torch.equal(shown.flatten(1) != example["tokens"].flatten(1), masked & even)
@@ -376,6 +376,7 @@ def test_padding_in_decoding(critic):
     ({"unconditional": True, "text_encodings_dim": 4}, "reads no texts"),
     ({"train": "critic"}, "set critic=token"), ({"train": "maskgit", "critic": "self"}, "both learn together"),
     ({"critic_depth": 2, "critic": "self"}, "critic_depth is the token critic's"),
+    ({"critic_labels": "replaced"}, "there is no critic; set model.critic=token"),
     ({"critic": "x"}, "'token' or 'self'"),
 ])
 def test_config_errors(changes, words):
@@ -473,9 +474,9 @@ def test_samples_that_cannot_be(tokenizer):
     plain, silent_ = build(tokenizer={"path": tokenizer}), build(unconditional=True)
     certain = build(cond_drop_prob=0, tokenizer={"path": tokenizer})
     for words, system, changes in (
-            ("no tokenizer is named", silent_, {}), ("sampler=ddim is none of confidence", plain,
+            ("no tokenizer is named", silent_, {}), ("sampler=ddim: this model draws by confidence", plain,
                                                      {"sampler": "ddim"}),
-            ("sampler=critic is none of", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
+            ("sampler=critic: this model draws by confidence;", plain, {"sampler": "critic"}), ("no null text", silent_, {"guidance_scale": 2.0}),
             ("no null text", certain, {"guidance_scale": 2.0}), ("draws for texts alone", certain, {}),
             ("2 frames do not fit the temporal patch of 2", plain, {"conditions": {"prime": frames(2)}}),
             ("as many as are asked for", plain, {"conditions": {"prime": frames(5)}}),

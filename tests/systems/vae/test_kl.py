@@ -182,7 +182,7 @@ def test_perceptual_distance(tmp_path):
     assert "perceptual" not in build(perceptual={"path": "/nowhere", "weight": 0}).loss("autoencoder", nets, example)
     without = build(perceptual={"path": "/nowhere"})                     # a finished run, whose weights file has gone
     assert without.codes(nets, example).keys() == {"latent_mean", "latent_std"}
-    with pytest.raises(ValueError, match="no weights are at /nowhere.*weight to 0"):
+    with pytest.raises(ValueError, match="perceptual.path=/nowhere: no weights are there.*weight to 0"):
         without.loss("autoencoder", nets, example)
 
 
