@@ -48,6 +48,7 @@ class _Supervisor:
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
         self._before = self._traces()
+        self._unwritten: list[str] = []                  # lines for restarts.log, until the folder is a run's
 
     def run(self) -> int:
         """Starts until an end that a restart would not change."""
@@ -60,11 +61,15 @@ class _Supervisor:
         for restart in range(self._options.max_restarts + 1):
             saved = folders.last_saved(self._folder)
             code = self._start(words)
+            self._write_down()
             now = folders.last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._final(code, now):
                 return _exit_code(code)
             end = f"{_reason(code)}, step {now} is saved ({now - saved:+d})"
+            if saved and not (self._folder / "run.yaml").exists():
+                self._say(f"{end}; no further restart, which would begin anew: {self._folder} is no longer there")
+                break
             if fruitless == FRUITLESS or restart == self._options.max_restarts:
                 why = f"{FRUITLESS} starts in a row have saved no step" if fruitless == FRUITLESS else \
                     f"--max-restarts {restart} is reached"
@@ -157,13 +162,18 @@ class _Supervisor:
             time.sleep(0.1)
 
     def _say(self, text: str) -> None:
-        """To stderr, and to restarts.log where the folder is a run's."""
+        """To stderr, and to restarts.log once the folder is a run's."""
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
-        if (self._folder / "run.yaml").exists():
+        self._unwritten.append(line + "\n")
+        self._write_down()
+
+    def _write_down(self) -> None:
+        if self._unwritten and (self._folder / "run.yaml").exists():
             try:
                 with open(self._folder / "restarts.log", "a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+                    file.writelines(self._unwritten)
+                self._unwritten.clear()
             except OSError as error:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
 

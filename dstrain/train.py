@@ -120,8 +120,10 @@ def record(training: Training, done: int, stop: bool) -> None:
     """Saves, draws and evaluates what is due after a step.
 
     The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its score.
+    NotSaved: the run's folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
+    hosts.require_folder(run.directory)
     judges = [judge for judge, interval, source in ((evaluate, every.evaluate, training.held_out),
                                                     (measure, every.metrics, training.quality))
               if source is not None and due(interval, done, last) and not stop]
@@ -163,6 +165,7 @@ def catch_up(training: Training, done: int) -> None:
 def go_back(training: Training, done: int, trouble: str) -> int:
     """From trouble to the newest checkpoint from before it, past the batches since; its step. FloatingPointError."""
     training.watchdog.at(done, "way back from step")
+    hosts.require_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
     training.tracker.go_back(step, done, trouble)

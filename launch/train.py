@@ -4,7 +4,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dstrain.ranks.phases import greeting, phases          # and nothing else: the first line comes before other imports
+# And nothing else: the first line, and stacks on request, come before other imports.
+from dstrain.ranks.phases import greeting, phases
+from dstrain.ranks.stacks import print_on_request
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}      # these print what they are asked for, and nothing else
 
@@ -27,6 +29,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    print_on_request()
     if not _BRIEF.intersection(sys.argv):
         with suppress(ValueError):                          # of the launcher's variables, which run_main reports
             phases().say(greeting())

@@ -21,6 +21,11 @@ with open(folder / "starts", "a") as starts:
     starts.write(f"{time.time()} {' '.join(sys.argv[1:])}\\n")
 number = len((folder / "starts").read_text().splitlines())
 saved, how = (folder / "plan").read_text().splitlines()[number - 1].split()
+if how == "early":                            # before the run has a folder
+    sys.exit(1)
+if how == "moved":
+    os.rename(run, folder / "elsewhere")
+    sys.exit(1)
 run.mkdir(exist_ok=True)
 (run / "run.yaml").touch()
 if "--from-scratch" in sys.argv:
@@ -86,6 +91,22 @@ def test_ends(keep, tmp_path, plan, options, code, count):
     lines = log.read_text().splitlines() if log.exists() else []
     assert len(lines) == count - 1 + (code in (1, 247)) and all("step " in line for line in lines)
     assert sum("ended with 0 before the run was complete" in line for line in lines) == sum(" 0" in end for end in plan[:-1])
+
+
+@pytest.mark.parametrize("plan", [["0 early", "0 early", "30 0"], ["0 early", "0 early", "10 1", "30 0"]], ids=len)
+def test_restarts_from_before_there_was_a_folder_are_listed(keep, tmp_path, plan):
+    """Oracle: the plan: a line for each restart, the first ones too, each once."""
+    assert keep(plan).wait(120) == 0
+    lines = (tmp_path / "run" / "restarts.log").read_text().splitlines()
+    numbers = [line.partition("; restart ")[2].split()[0] for line in lines]
+    assert numbers == [str(number) for number in range(1, len(plan))]
+
+
+def test_a_folder_that_was_moved_is_not_begun_anew(keep, tmp_path):
+    """Oracle: the number of starts, and the folder, which is not made again."""
+    assert keep(["10 1", "10 moved", "30 0"]).wait(120) == 1
+    assert len(starts(tmp_path)) == 2 and not (tmp_path / "run").exists()
+    assert "would begin anew" in (tmp_path / "log").read_text().splitlines()[-1]
 
 
 def test_options_of_one_command_are_not_given_again(keep, tmp_path):

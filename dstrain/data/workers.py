@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)     # they ask the rank to save and stop, not its workers
+# They ask the rank to save and stop, not its workers.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _GRACE = 1.0                                                   # seconds
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
+def replacing(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     """A temporary path to write to; afterwards it is on the disk as `path`, or after an error it is gone.
 
-    Makes the folder. One process writes a path at a time: all use the same temporary name, so a crash leaves one file.
+    `make`: its folder, too. One process writes a path at a time: all use the same temporary name, so a crash leaves one
+    file.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
@@ -26,9 +28,9 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """Writes a whole file; text as UTF-8."""
-    with replacing(path) as temporary:
+def write(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
+    """Writes a whole file; text as UTF-8. `make`: its folder, too."""
+    with replacing(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

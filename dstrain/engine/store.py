@@ -48,6 +48,7 @@ class Store:
                  finish: Callable[[Path], Hashes] = lambda path: {}) -> None:
         self.folder, self.keep, self.keep_every, self._check = Path(folder), keep, keep_every, check
         self.metric, self._finish = metric, finish
+        self._makes_parents = not self.folder.parent.is_dir()        # a run's folder that is taken away stays so
         self.error: str | None = None
         self.damaged: set[int] = set()                       # steps that newest() passed over
 
@@ -80,9 +81,9 @@ class Store:
         tmp = self._path(step, ".tmp")
 
         def prepare() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
-                shutil.rmtree(leftover)
+                _remove(leftover)
             free = shutil.disk_usage(self.folder).free
             if needed > free:
                 raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
@@ -171,7 +172,8 @@ class Store:
         """
         def rename() -> None:
             for step in reversed([step for step in self.steps() if step > after]):
-                shutil.rmtree(self._path(step, _ASIDE), ignore_errors=True)         # of an earlier time
+                with suppress(OSError):
+                    _remove(self._path(step, _ASIDE))                               # of an earlier time
                 os.rename(self._path(step), self._path(step, _ASIDE))
             atomic.sync_folder(self.folder)
             self._point("newest", after)
@@ -218,7 +220,7 @@ class Store:
         return self.folder / f"step_{step:08d}{suffix}"
 
     def _seal(self, step: int, tmp: Path, body: dict) -> None:
-        atomic.write(tmp / NAME, render(body))
+        atomic.write(tmp / NAME, render(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.sync_folder(folder)
         final = self._path(step)
@@ -228,7 +230,7 @@ class Store:
         atomic.sync_folder(self.folder)
 
     def _point(self, pointer: str, step: int) -> None:
-        atomic.write(self.folder / pointer, f"{self._path(step).name}\n")
+        atomic.write(self.folder / pointer, f"{self._path(step).name}\n", make=False)
 
     def _delete_outdated(self) -> None:
         """Keeps a step that is damaged, or of trouble, only until a newer one is whole."""
@@ -248,7 +250,7 @@ class Store:
             # A crash must not leave half a step_N.
             os.rename(self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp"))
         for gone in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(gone)
+            _remove(gone)
 
     def _on_first(self, action: Callable[[], Any]) -> str | None:
         """Runs an action on rank 0; its failure, None for success, on all ranks."""
@@ -259,6 +261,11 @@ class Store:
             except Exception as error:
                 failure = message_of(error)
         return group.from_first(failure)
+
+
+def _remove(path: Path) -> None:
+    """A link goes, and what it points to stays: it was put elsewhere by hand."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _first() -> bool:

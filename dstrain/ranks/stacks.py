@@ -1,11 +1,18 @@
 """Where a thread of this process stands, read off its frames, without torch."""
 
+import faulthandler
+import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 _PACKAGE = Path(__file__).parents[1]
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
+
+
+def print_on_request() -> None:
+    """From here on `kill -USR2 PID` prints the stacks of all threads of this process on stderr."""
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def place_of(thread: int) -> tuple[str, bool]:

@@ -1,9 +1,10 @@
-"""When to stop early: SIGTERM, SIGINT or SIGUSR1 to any rank, a file named `stop`, a launcher that has gone.
+"""When to stop early: SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, a file named `stop`, a launcher that has gone.
 
 A handler only sets a flag. The ranks vote on it with each step's last micro-batch and count the votes after the step
 (group.Ballot), so that all save the same step and end together.
 DeepSpeed's launcher leaves its ranks running when it is killed. So a rank checks at each step that the launchers which
-started it still run, or its ssh session on another machine. A second Ctrl-C ends at once, without saving.
+started it still run, or its ssh session on another machine. A second Ctrl-C ends at once, without saving. Under nohup
+SIGHUP, which a closed terminal sends, stays ignored.
 """
 
 import os
@@ -14,7 +15,7 @@ from types import FrameType
 
 from dstrain.ranks.processes import command_line, identity, parent
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
 _REMOTE = "deepspeed.launcher.launch"
 _SHELLS = ("sh", "bash", "dash", "zsh")
@@ -28,7 +29,8 @@ class Stops:
         self._interrupted = False
         self._file = folder / "stop" if folder else None      # only one rank has to watch it
         self._launchers = _launchers() if watch_launcher else []
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS
+                        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
 
     def requested(self) -> bool:
         """Whether this rank has a reason to stop; cheap enough for every step."""

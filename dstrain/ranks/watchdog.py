@@ -31,7 +31,7 @@ from dstrain.ranks import endings, group
 from dstrain.ranks.phases import phases
 from dstrain.ranks.presence import presence
 from dstrain.ranks.processes import identity, stopped
-from dstrain.ranks.stacks import debugged, place_of
+from dstrain.ranks.stacks import debugged, place_of, print_on_request
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Watchdog(AbstractContextManager):
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._heard: dict[int, tuple[Stand, float]] = {}             # the others' latest words, and when they came
         self._main = threading.get_ident()
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)       # kill -USR2 PID prints stacks on stderr
+        print_on_request()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def talk(self) -> None:
@@ -120,7 +120,6 @@ class Watchdog(AbstractContextManager):
         if error is not None:
             self.lost(error)
         self._closed.set()
-        faulthandler.unregister(signal.SIGUSR2)
 
     def _limit(self, phase: str) -> float:
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:

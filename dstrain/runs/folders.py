@@ -232,7 +232,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
 
 
 def note_saved(folder: Path, step: int) -> None:
-    atomic.write(folder / "saved", f"{step}\n")
+    atomic.write(folder / "saved", f"{step}\n", make=False)         # a run's folder that was taken away stays so
 
 
 def set_aside(folder: Path) -> None:

@@ -11,13 +11,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from dstrain.ranks import group
 from dstrain.ranks.phases import phases
-from dstrain.recipe import ConfigError, Run, differences
+from dstrain.recipe import ConfigError, NotSaved, Run, differences
 from dstrain.runs import folders
 
 _SHOWN = 8      # of what differs; hundreds of ranks may say the same
@@ -66,6 +67,21 @@ def on_first(action: Callable[[], None]) -> None:
         except ConfigError as error:
             problems = error.problems
     _end(group.from_first(problems))
+
+
+def require_folder(folder: Path, patience: float = 2.0) -> None:
+    """NotSaved, on all ranks: the run's folder was taken away since it trains there.
+
+    Whatever is written would make the folder anew, and without its recipe no command would go on in it. `patience`, in
+    seconds, is for an editor that is just writing run.yaml, and for network file systems.
+    """
+    gone = False
+    if group.rank() == 0:
+        with suppress(OSError):                      # storage that fails is for the save to report
+            gone = not _sees(folder / "run.yaml", patience)
+    if group.from_first(gone):
+        raise NotSaved(f"{folder} was moved or removed while training wrote into it (its run.yaml is gone): nothing "
+                       "more is saved; move it back and give the same command again")
 
 
 def _end(problems: list[str]) -> None:

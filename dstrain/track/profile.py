@@ -62,7 +62,7 @@ class Profile:
         profiler.stop()
         name = f"{self._first}-{self._last}_rank_{group.rank()}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"steps_{name}.json.gz"))
             if torch.cuda.is_available():
                 torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{name}.pickle"))

@@ -126,6 +126,7 @@ class Tracker:
         for name, values in (curves or {}).items():
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
+                path.parent.mkdir(exist_ok=True)            # and never the run's folder, which may be taken away
                 plot_columns(path, f"{self._run.name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._fault(path.parent.name, error)
@@ -151,6 +152,7 @@ class Tracker:
         suffix = "" if name == "samples" else f"_{name}"
         path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
         try:
+            path.parent.mkdir(exist_ok=True)
             save_png(path, pixels)
             if videos:
                 save_gif(path.with_suffix(".gif"), film_grid(images, columns, captions))
@@ -207,6 +209,7 @@ class Tracker:
 
     def fell(self, text: str, page: bool) -> None:
         """Notes that an error ends the run; with `page`, report.html shows it."""
+        self._faults.add("log.txt")                   # it would be no news now that training goes on without it
         self.note(text)
         if self._first and page:
             self._page.finish(self._done, _PATIENCE)

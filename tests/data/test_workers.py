@@ -107,8 +107,8 @@ def test_a_rank_ends_while_its_workers_are_busy(tmp_path):
 
 
 def test_workers_hear_no_signal(tmp_path):
-    """Oracle: the batches of an undisturbed run; every process gets SIGTERM, SIGINT and SIGUSR1
-    meanwhile.
+    """Oracle: the batches of an undisturbed run; every process gets SIGTERM, SIGINT, SIGUSR1 and
+    SIGHUP meanwhile.
     """
     def run(disturb):
         with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0,
@@ -119,7 +119,7 @@ def test_workers_hear_no_signal(tmp_path):
                 if disturb and step == 3:
                     started = [pid for pid in pids(tmp_path) if alive(pid)]
                     for pid in {*started, parent(started[0])}:
-                        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                             os.kill(pid, number)
             started = [pid for pid in pids(tmp_path) if alive(pid)]
             assert [(tmp_path / str(pid)).read_text() for pid in started] == ["1", "1"]

@@ -415,6 +415,47 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
     assert store.newest(pytest.fail)[0] == 20 and whole(store, 20)
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_step_that_is_a_link(tmp_path, aside):
+    """Oracle: by hand: a step put elsewhere goes as others do, and the next save succeeds; its files stay there."""
+    store, elsewhere = Store(tmp_path / "checkpoints", keep=1), tmp_path / "elsewhere"
+    save(store, 5, 10)
+    path = store.folder / "step_00000010"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    if aside:
+        save(Store(store.folder, keep=2), 15)
+        for _ in range(2):                                       # the second time, one put aside earlier gives way
+            store.set_aside(5)
+            path.symlink_to(elsewhere)
+        path.unlink()
+    save(store, 20, 25)
+    assert entries(store.folder) == {"newest", "step_00000025"} and entries(elsewhere) >= {NAME}
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path, when):
+    """Oracle: by hand: the run's folder is renamed before a save, within it, or once its step has its name."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    store = Store(run / "checkpoints")
+    save(store, 5)
+    if when == "before":
+        run.rename(away)
+        assert not store.save(10, write(10)) and "No such file" in store.error
+    elif when == "between":
+        store.begin(10)
+        write(10)(run / "checkpoints" / "step_00000010.tmp")
+        store._finish = lambda folder: run.rename(away) and {}       # as everything is written
+        assert not store.commit(10)
+    else:
+        seal = store._seal
+        store._seal = lambda *words: (seal(*words), run.rename(away))
+        save(store, 10)
+    newest, _ = Store(away / "checkpoints").newest(pytest.fail)
+    assert entries(tmp_path) == {"away"} and newest == (10 if when == "after" else 5)
+
+
 def test_an_error_is_of_the_latest_save(tmp_path):
     """Oracle: by hand: after a save that failed, a step that is there already is no failure."""
     store = Store(tmp_path)

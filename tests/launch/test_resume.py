@@ -71,6 +71,24 @@ def test_sigterm_to_the_launcher(undisturbed):
     assert files(folder, STEPS) == files(stopped, STEPS)
 
 
+def test_a_folder_moved_in_mid_run(undisturbed):
+    """Oracle: the undisturbed run: both ranks end at the next save, in one line, and make no folder; moved back, the
+    same command ends with the same bits.
+    """
+    folder = undisturbed(2)
+    moved, away, log = (folder.parent / name for name in ("moved", "away", "moved.log"))
+    process = begin(train(moved, 2, "data.workers=1", "every.report_page=5"), log)
+    wait_for(moved / "checkpoints" / "step_00000020", process, log)
+    moved.rename(away)
+    assert process.wait(120) == 1
+    text = log.read_text()
+    assert not moved.exists() and "Traceback" not in text and "complete" not in text
+    assert text.count(f"train.py: error:\n  {moved} was moved or removed while training wrote into it") == 1
+    away.rename(moved)
+    finish(train(moved, 2))
+    assert files(folder, STEPS) == files(moved, STEPS)
+
+
 def test_a_command_with_profile_goes_on(tmp_path):
     """Oracle: the first command's trace: typed again beyond the window, the command goes on, says so and leaves it."""
     folder = tmp_path / "run"

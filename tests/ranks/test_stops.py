@@ -35,6 +35,14 @@ REMOTE = "deepspeed.launcher.launch"                 # what `deepspeed --hostfil
 GONE = repr("the launcher has gone")
 
 
+@pytest.fixture(autouse=True)
+def not_under_nohup():
+    """SIGHUP as a terminal's programs have it, even where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def stops(tmp_path):
     made = Stops(tmp_path, watch_launcher=False)
@@ -94,6 +102,16 @@ def test_a_signal_is_the_reason(stops, number):
     for later in set(SIGNALS) - {number, signal.SIGINT}:
         os.kill(os.getpid(), later)
     assert stops.requested() and stops.reason == number.name
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason(tmp_path):
+    """Oracle: SIG_IGN, which nohup leaves: it stays, before and after, and the signal asks for nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    made = Stops(tmp_path, watch_launcher=False)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not made.requested() and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    made.restore()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize("before", [None, signal.SIGTERM, "file"])

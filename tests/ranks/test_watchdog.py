@@ -3,13 +3,15 @@
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.forks import Child, child
-from tests.support.launch import environment, free_port, wait_for
+from tests.support.launch import ROOT, environment, free_port, wait_for
 
 # A rank. Its steps take some milliseconds; from step 30 on, what the test asks for happens in one of them.
 RANK = """
@@ -146,6 +148,20 @@ def test_stacks_on_request(ranks, tmp_path):
     processes[0].kill()
     _, (output,) = ends(processes, tmp_path)
     assert "most recent call first" in output and "in _watch" in output and "rank.py" in output
+
+
+def test_stacks_of_a_start_on_request(tmp_path):
+    """Oracle: kill -USR2 at the first line, before torch is there: stacks on stderr, and the end that it has anyway."""
+    words = ["--recipe", "none.yaml", f"folder={tmp_path / 'run'}"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "launch" / "train.py"), *words], env=environment(),
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline().startswith("dstrain ")
+        process.send_signal(signal.SIGUSR2)
+        text = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert "most recent call first" in text and "train.py" in text and process.returncode == 2, text
 
 
 def test_the_limit_of_a_step(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, NotSaved, Run
 from dstrain.runs import hosts
 from tests.support import gloo
 
@@ -142,3 +142,25 @@ def test_the_code_is_known_by_its_files(tmp_path, monkeypatch):
     (package / "notes.txt").write_text("no code")
     assert len({code["dstrain"] for code in seen}) == 4 and hosts._code() == seen[-1]
     assert set(seen[0]) == {"dstrain", "torch", "deepspeed"}
+
+
+@pytest.mark.parametrize("taken", ["nothing", "for a moment", "the folder", "run.yaml"])
+def test_a_folder_that_was_taken_away(tmp_path, taken):
+    """Oracle: the folder, moved by hand: one line that names it and the remedy, and no folder made anew. An editor's
+    moment without run.yaml passes.
+    """
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    (folder / "run.yaml").touch()
+    if taken == "the folder":
+        folder.rename(away)
+    elif taken != "nothing":
+        (folder / "run.yaml").rename(away)
+    if taken in ("the folder", "run.yaml"):
+        with pytest.raises(NotSaved, match=f"^{folder} was moved or removed .* same command again$"):
+            hosts.require_folder(folder, patience=0.3)
+        assert folder.exists() == (taken == "run.yaml")
+        return
+    if taken == "for a moment":
+        threading.Timer(0.3, away.rename, [folder / "run.yaml"]).start()
+    hosts.require_folder(folder, patience=30)
