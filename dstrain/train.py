@@ -30,7 +30,6 @@ from dstrain.ranks.stops import Stops
 from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import NotSaved, Run
 from dstrain.runs import folders, hosts
-from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
@@ -65,7 +64,7 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
+def train(run: Run, settings: dict[str, Any], resume: folders.Resume = folders.Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
@@ -117,10 +116,9 @@ def loop(training: Training) -> int:
 
 
 def record(training: Training, done: int, stop: bool) -> None:
-    """Saves, draws and evaluates what is due after a step.
+    """Saves, draws and evaluates what is due after a step. NotSaved: the run's folder is gone.
 
     The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its score.
-    NotSaved: the run's folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
@@ -207,7 +205,7 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
+def set_up(run: Run, settings: dict[str, Any], resume: folders.Resume, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, phases().say
     start(run.faults.timeout_minutes)
