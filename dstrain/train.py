@@ -30,6 +30,7 @@ from dstrain.ranks.stops import Stops
 from dstrain.ranks.watchdog import Watchdog
 from dstrain.recipe import NotSaved, Run
 from dstrain.runs import folders, hosts
+from dstrain.runs.folders import Resume
 from dstrain.runs.weights import fitted, write_parts
 from dstrain.systems.base import System
 from dstrain.track.throughput import Throughput
@@ -64,7 +65,7 @@ class Training:
         self.stops.restore()
 
 
-def train(run: Run, settings: dict[str, Any], resume: folders.Resume = folders.Resume()) -> int:
+def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
     lock = folders.claim(run.directory) if group.place().rank == 0 else nullcontext()     # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
@@ -116,17 +117,14 @@ def loop(training: Training) -> int:
 
 
 def record(training: Training, done: int, stop: bool) -> None:
-    """Saves, draws and evaluates what is due after a step. NotSaved: the run's folder is gone.
-
-    The save is first, so that no fault in what follows loses it. Only a checkpoint of save.best waits for its score.
-    """
+    """What is due after a step: saves, then draws and evaluates, in which a fault loses nothing. NotSaved: no folder."""
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
     judges = [judge for judge, interval, source in ((evaluate, every.evaluate, training.held_out),
                                                     (measure, every.metrics, training.quality))
               if source is not None and due(interval, done, last) and not stop]
     chooses = {True: evaluate, False: None}.get(run.save.best, measure)
-    quality = chooses(training, done) if chooses in judges else None
+    quality = chooses(training, done) if chooses in judges else None      # only save.best waits for its score
     best = quality is not None and training.saver.improves(quality)
     routine = (due(every.save, done) or best) and training.course.state.good
     training.watchdog.at(done, "save of step")
@@ -205,7 +203,7 @@ def take_step(step: int, run: Run, system: System, engines: Engines, batches: Ba
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], resume: folders.Resume, watchdog: Watchdog) -> Training:
+def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, phases().say
     start(run.faults.timeout_minutes)

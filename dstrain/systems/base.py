@@ -189,5 +189,5 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         if not self.samplers:
             raise ConfigError(f"{key}={name}: a {type(self).__name__} has one way to draw; leave it out")
         if name not in self.samplers:
-            raise ConfigError(f"{key}={name}: this model draws by {' or '.join(self.samplers)}; name one of them")
+            raise ConfigError(f"{key}={name} is none of {', '.join(self.samplers)}: name one of them")
         return name

@@ -290,7 +290,7 @@ def test_wrong_options(run, tmp_path, make, words, message):
 def test_a_sampler_that_is_not_there(tmp_path):
     """Oracle: a run without checkpoints, which would be the next complaint."""
     run = upsampler(tmp_path / "run")
-    with pytest.raises(ConfigError, match="--sampler=euler: this model draws by dpm.*ddpm or ddim; name one"):
+    with pytest.raises(ConfigError, match="--sampler=euler is none of dpm.*ddpm, ddim: name one"):
         generate(GenerateOptions(run, sampler="euler"))
 
 

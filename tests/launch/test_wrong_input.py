@@ -107,7 +107,7 @@ WRONG = {
     "an empty prompt": (["samples.prompts=[a hat, ' ']"], "or an empty one"),
     "prompts and labels": (["samples.prompts=[a hat]", "samples.labels=[1]"], "give one of the two"),
     "frames of pictures": (["samples.num_frames=5"], "samples.num_frames=5: dit draws no videos"),
-    "unknown sampler": (["samples.sampler=dpm"], "samples.sampler=dpm: this model draws by"),
+    "unknown sampler": (["samples.sampler=dpm"], "samples.sampler=dpm is none of"),
     "too many sampling steps": (["samples.num_steps=2000"], "samples.num_steps=2000"),
     # files and paths
     "no recipe": (["--recipe", "goood.yaml"], "did you mean good.yaml?"),

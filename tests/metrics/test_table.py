@@ -214,7 +214,7 @@ def test_fvd_of_clips(tmp_path):
             for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())]
     first, second = ((torch.from_numpy(part.mean(0)), torch.from_numpy(np.cov(part.T))) for part in rows)
     assert table.figures(networks, *sides)["fvd"][0] == pytest.approx(distances.frechet(*first, *second), rel=1e-5)
-    with pytest.raises(ConfigError, match="i3d: it takes clips, and these are images"):
+    with pytest.raises(ConfigError, match="i3d .*: it takes clips, and these are images"):
         table.collect(images.open_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
 
 

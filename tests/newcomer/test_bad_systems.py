@@ -46,7 +46,7 @@ EDM = (ROOT / "tests" / "newcomer" / "edm" / "__init__.py").read_text()
     (EDM, {"model": {"wdith": 8}}, "model.wdith: there is no such key (did you mean model.width?)"),
     (EDM, {"model": {"image_size": 8}}, "data.image_size=16 and model.image_size=8 differ"),
     (EDM, {"samples": {"sampler": "dpm"}, "every": {"sample": 1, "evaluate": 0}},
-     "samples.sampler=dpm: this model draws by euler or heun"),
+     "samples.sampler=dpm is none of euler, heun"),
     (EDM, {"model": {"num_classes": 4}}, "write model.num_classes=10"),
     (EDM, {"data": {"path": "builtin:emoji-pairs"}}, "holds embedding pairs, and strange learns from images"),
     (EDM.replace('"loss": losses.mean()', '"loss": losses[:, None]'), {}, "loss"),
