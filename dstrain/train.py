@@ -117,7 +117,7 @@ def loop(training: Training) -> int:
 
 
 def record(training: Training, done: int, stop: bool) -> None:
-    """Saves, then draws and evaluates, what is due after a step, so that no fault loses it. NotSaved: no folder."""
+    """What is due after a step: saves first, since drawing and evaluating may fail. NotSaved: the folder is gone."""
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_folder(run.directory)
     judges = [judge for judge, interval, source in ((evaluate, every.evaluate, training.held_out),

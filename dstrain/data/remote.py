@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.cache import DiskCache
-from dstrain.data.files import Files, LocalFiles, Stat, before_pattern, expanded
+from dstrain.data.files import Files, LocalFiles, Stat, before_pattern, expanded, is_hidden
 from dstrain.data.stores import NoRanges, Store
 from dstrain.recipe import Cache, ConfigError
 
@@ -88,7 +88,7 @@ class RemoteFiles(Files):
         for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
             path = _path(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
-            if not name or name[0] == "." or not place.endswith(address.partition("://")[2]):
+            if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
                 continue                                  # a page may have links to anywhere
             is_folder, known = path.endswith("/") or entry["type"] == "directory", f"{folder}/{name}".lstrip("/")
             names.add((name, is_folder))

@@ -34,10 +34,10 @@ UNSUPPORTED = {
                     "its systems are trained by data parallelism and ZeRO"),
 }
 UNSUPPORTED_WITHIN = {
+    "prescale_gradients": "DeepSpeed refuses it with ZeRO, and its gradients are means already",
     "bf16.bf16_master_weights_and_grads": "EMA and checkpoints shadow fp32 masters",
     "bf16.bf16_optimizer_states": "checkpoints hold fp32 moments",
     "fp16.fp16_master_weights_and_grads": "EMA and checkpoints shadow fp32 masters",
-    "prescale_gradients": "DeepSpeed refuses it with ZeRO, and its gradients are means already",
     "fp16.auto_cast": "loss, timesteps and their features stay float32 at the network's boundary",
     "zero_optimization.round_robin_gradients": "it mixes up the order of weights in the flat masters, from 2 ranks on",
     "zero_optimization.stage3_module_granularity_threshold": "it gathers the weights of our blocks too late",

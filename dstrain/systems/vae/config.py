@@ -78,7 +78,7 @@ class Discrete(Section):
     def _fits(self) -> "Discrete":
         if (self.levels is not None) != (self.quantizer == "fsq"):
             raise ConfigError(f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
-                              "quantizer=fsq levels=[8,6,5] num_tokens=240, or write levels=null")
+                              "quantizer=fsq levels=[8,6,5] num_tokens=240, or neither (levels=null)")
         if self.levels is not None:
             require_levels(self.levels, self.num_tokens, "num_tokens")
         if self.kl_weight and self.quantizer != "gumbel":
