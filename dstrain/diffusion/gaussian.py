@@ -154,7 +154,9 @@ class GaussianDiffusion:
         return (x_t - signal * x_start) / sigma
 
     def noise_of(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """sigma / alpha of x_t at timesteps (B,): (B, 1, ...)."""
+        """sigma / alpha of x_t, (B, 1, ...), at times (B,) as the network sees them; of whole chains, not respaced."""
+        if self.rescale_timesteps:
+            t = (t * (self.original_steps / 1000)).round().long()
         return self._at(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
 
     def _log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:

@@ -167,6 +167,18 @@ def test_guidance_interval(sampler, guide):
     assert calls == {t: 6 if inside[t] else 3 for t in timesteps}
 
 
+@pytest.mark.parametrize("rescaled", [False, True])
+def test_the_noise_of_a_chain(rescaled):
+    """Oracle: the definition, sigma / alpha of the betas' products, at every time as the network of the chain sees it.
+    """
+    betas = schedule.betas("cosine", 400)
+    diffusion, kept = GaussianDiffusion(betas, rescale_timesteps=rescaled), torch.cumprod(1 - betas, 0)
+    t = torch.arange(400)
+    found = diffusion.noise_of(torch.zeros(400, 2, 3), diffusion.times(t))
+    assert found.shape == (400, 1, 1) and (float(diffusion.times(t)[4]) == 10.0) == rescaled
+    torch.testing.assert_close(found.flatten(), (1 / kept - 1).sqrt().float())
+
+
 def test_guidance_where_a_batch_lies_on_both_sides():
     """Oracle: by hand: samples within the interval are guided, and their neighbours outside it are not."""
     network = samplers.guided(lambda x, t, y: 0 * x + y.view(-1, 1), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 3.0,

@@ -44,6 +44,9 @@ class Config(SystemConfig):
     """Whether the network sees labels."""
     num_classes: int = Field(1000, ge=1)
     """Number of labels; read where class_cond is set."""
+    class_dropout_prob: float = Field(0.0, ge=0, le=1)
+    """Share of training samples without label, which guidance needs; above 0 the label table has a null row, its last.
+    Read where class_cond is set."""
     use_scale_shift_norm: bool = True
     """Whether the condition scales and shifts normalized values, rather than being added before."""
 
@@ -156,8 +159,8 @@ class Config(SystemConfig):
         elif self.timestep_respacing and samples.num_steps != self.respaced_steps():
             problems.append(f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
                             f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal")
-        if samples.guidance_scale != 1:
-            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: {NO_GUIDANCE}")
+        if samples.guidance_scale != 1 and not self.has_null:
+            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: {NO_NULL}")
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
@@ -174,6 +177,11 @@ class Config(SystemConfig):
     @property
     def num_labels(self) -> int | None:
         return self.num_classes if self.class_cond else None
+
+    @property
+    def has_null(self) -> bool:
+        """Whether the label table has a null row, number num_classes, that guidance leads away from."""
+        return self.class_cond and self.class_dropout_prob > 0
 
     @property
     def mults(self) -> tuple[int, ...]:
@@ -196,7 +204,8 @@ class Config(SystemConfig):
         """The keyword arguments of UNet and SuperResUNet."""
         fields = {"in_channels", "num_channels", "num_res_blocks", "num_heads", "dropout", "learn_sigma",
                   "use_scale_shift_norm"}
-        return {**self.model_dump(include=fields), "channel_mult": self.mults, "num_classes": self.num_labels,
+        return {**self.model_dump(include=fields), "channel_mult": self.mults,
+                "num_classes": self.num_classes + self.has_null if self.class_cond else None,
                 "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
                 "num_heads_upsample": self.heads_upsample}
 
@@ -208,8 +217,8 @@ class Config(SystemConfig):
                 "loss": self.loss or loss, "rescale_timesteps": self.rescale_timesteps}
 
 
-NO_GUIDANCE = ("the network has no null label to be guided away from; take guidance_scale 1, or system dit, whose "
-               "class_dropout_prob trains one")
+NO_NULL = ("this model has no null label to be guided away from; take guidance_scale 1, or train with class_cond=true "
+           "and class_dropout_prob above 0")
 
 
 def _proposal(image_size: int) -> list[int]:

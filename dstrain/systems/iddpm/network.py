@@ -29,7 +29,7 @@ class UNet(nn.Module):
     num_heads           attention heads on the way down and in the middle.
     num_heads_upsample  attention heads on the way up; None for the same number.
     dropout             share of values dropped before the last layer of a residual block.
-    num_classes         rows of the label table; None is unconditional.
+    num_classes         rows of the label table, a null label included; None is unconditional.
     use_scale_shift_norm  the condition scales and shifts normalized values; False adds it before the normalization.
     seen_channels       channels of the input, where it has others beside those that are denoised.
     """

@@ -1,7 +1,7 @@
 """Draws from a UNet, by labels or from small pictures. It comes with an export of dstrain; diffusers is all it needs.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
-    pipeline(class_labels=[3, 5], generator=torch.Generator().manual_seed(0)).images
+    pipeline([3, 5], generator=torch.Generator().manual_seed(0)).images
 
 The scheduler is DDPMScheduler, with learned variances where there are some.
 DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading") draws without noise.
@@ -18,26 +18,32 @@ from diffusers.utils.torch_utils import randn_tensor
 
 
 class ConditionalUNetPipeline(DiffusionPipeline):
-    """enlarges: the unet's input is x and beside it the small picture, stretched. id2label: names of the labels."""
+    """enlarges: the unet's input is x and beside it the small picture, stretched. id2label: names of the labels.
 
-    def __init__(self, unet, scheduler, enlarges=False, id2label=None):
+    has_null: the last row of the unet's label table is "no label", which guidance leads away from.
+    """
+
+    def __init__(self, unet, scheduler, enlarges=False, id2label=None, has_null=False):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
-        self.register_to_config(enlarges=enlarges, id2label=id2label)
+        self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     @torch.no_grad()
     def __call__(self, class_labels=None, low_res=None, num_inference_steps=250, generator=None, latents=None,
-                 output_type="pil"):
+                 output_type="pil", guidance_scale=1.0, guidance_interval=None):
         """A picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes them.
 
         latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
-        ValueError: no such label.
+        guidance_interval: (LOW, HIGH), the noise levels sigma / alpha between which predictions are guided; None: all.
+        ValueError: no such label; guidance of a unet without a null label.
         """
         config, device, scheduler = self.unet.config, self._execution_device, self.scheduler
         y = None if class_labels is None else torch.as_tensor(class_labels, device=device).reshape(-1)
-        classes = config.num_class_embeds
+        classes = config.num_class_embeds and config.num_class_embeds - self.config.has_null
         if y is not None and classes is not None and ((y < 0) | (y >= classes)).any():
             raise ValueError(f"class_labels={y.tolist()}: labels are 0 to {classes - 1}")
+        if guidance_scale != 1 and not self.config.has_null:
+            raise ValueError(f"guidance_scale={guidance_scale}: this unet was trained without dropped labels")
         channels, count = config.in_channels, len(low_res if y is None else y)
         stretched = None
         if self.config.enlarges:
@@ -52,10 +58,22 @@ class ConditionalUNetPipeline(DiffusionPipeline):
                    if name in inspect.signature(scheduler.step).parameters}
         learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
                    and scheduler.config.variance_type.startswith("learned"))
+        low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
-            seen = x if stretched is None else torch.cat((x, stretched), dim=1)
-            out = self.unet(seen, t, class_labels=y).sample
+            noise = (1 / float(scheduler.alphas_cumprod[int(t)]) - 1) ** 0.5                 # sigma / alpha
+            out = self._guided(x, t, y, stretched, guidance_scale if low <= noise <= high else 1)
             x = scheduler.step(out if learned else out[:, :channels], t, x, **options).prev_sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
+
+    def _guided(self, x, t, y, stretched, scale):
+        """The prediction and, behind its channels, the variances of the half with labels."""
+        seen = x if stretched is None else torch.cat((x, stretched), dim=1)
+        if scale == 1:
+            return self.unet(seen, t, class_labels=y).sample
+        null = torch.full_like(y, self.unet.config.num_class_embeds - 1)
+        out = self.unet(torch.cat((seen, seen)), t, class_labels=torch.cat((y, null))).sample
+        with_label, without = out.chunk(2)
+        guided = without[:, :x.shape[1]] + scale * (with_label[:, :x.shape[1]] - without[:, :x.shape[1]])
+        return torch.cat((guided, with_label[:, x.shape[1]:]), dim=1)

@@ -1,7 +1,7 @@
 """Improved diffusion as a system: one part, `denoiser`, a UNet on pixels, from noise alone or from a small picture.
 
-All randomness is drawn from the samples' keys by name: timestep and noise; in generation start and noise/0, noise/1,
-... in the order of the chain.
+All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the label); in generation start and
+noise/0, noise/1, ... in the order of the chain.
 
 Source: Nichol & Dhariwal 2021 (arXiv:2102.09672).
 """
@@ -24,9 +24,9 @@ from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reworded
-from dstrain.systems.base import Batch, Example, Nets, Progress, Request, System, Terms
+from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
-from dstrain.systems.iddpm.config import Config, NO_GUIDANCE
+from dstrain.systems.iddpm.config import Config, NO_NULL
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 
@@ -34,7 +34,7 @@ class IDDPMSystem(System):
     """Nichol & Dhariwal 2021. `config` says what each choice means."""
 
     in_pipeline = "unet"
-    sampling, inverts = ("spacing", "eta"), True
+    sampling, inverts = CHOICES, True
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -71,7 +71,12 @@ class IDDPMSystem(System):
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """The training loss: one timestep and one noise for each sample; terms have the weight of the drawn t."""
+        """The training loss: one timestep and one noise for each sample, its label dropped now and then; terms have the
+        weight of the drawn t.
+        """
+        if self.config.has_null:
+            dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
+            example = example | {"label": torch.where(dropped, self.config.num_classes, _label(example))}
         t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
         terms = self._losses(nets, example, t)
         weighted = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
@@ -88,7 +93,9 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """The unweighted loss at uniform timesteps, one value a sample (B,): independent of the sampler's history."""
+        """The unweighted loss at uniform timesteps with every label in place, one value a sample (B,): independent of
+        the sampler's history.
+        """
         t, _ = self.uniform.sample(rng.uniform(example["key"], "timestep"))
         return self._losses(nets, example, t)
 
@@ -99,12 +106,23 @@ class IDDPMSystem(System):
 
     def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """The denoiser with its conditions filled in; conditions that it does not take are ignored."""
-        arguments = (conditions["low_res"],) if self.starts_from_data else ()
-        if self.config.class_cond:
-            if "label" not in conditions:
-                raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
-            arguments += (conditions["label"],)
-        return lambda x_t, t: nets["denoiser"](x_t, t, *arguments)
+        arguments = self._arguments(conditions)
+        return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
+
+    def _arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the network is told beside x_t and t, under its names."""
+        arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
+        return arguments | ({"y": _label(conditions)} if self.config.class_cond else {})
+
+    def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+        """The denoiser with its conditions filled in, guided away from the null label as the request asks."""
+        if request.guidance_scale != 1 and not self.config.has_null:
+            raise ConfigError(f"guidance_scale: {NO_NULL}")
+        arguments = self._arguments(conditions)
+        null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
+        return samplers.guided(nets["denoiser"], arguments, arguments | null, request.guidance_scale,
+                               rescale=request.guidance_rescale,
+                               active=samplers.within(request.guidance_interval, self.diffusion.noise_of))
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -126,11 +144,10 @@ class IDDPMSystem(System):
         """uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
 
         Samplers: those of diffusion/samplers.py. Super-resolution needs conditions["low_res"] (see conditions_from).
-        ConfigError: it is missing, another sampler, more steps than the chain has, labels that are no class, guidance.
+        ConfigError: it is missing, another sampler, more steps than the chain has, labels that are no class, guidance
+        of a model without a null label.
         """
         sampler = self.sampler(request.sampler)
-        if request.guidance_scale != 1:
-            raise ConfigError(f"guidance_scale: {NO_GUIDANCE}")
         timesteps = self._timesteps(sampler, request)
         conditions = dict(request.conditions)
         if self.config.class_cond:
@@ -139,7 +156,7 @@ class IDDPMSystem(System):
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
         keys, shape = rng.keys_of_seeds(request.seeds), self.config.shape(request.size)
-        x, network = rng.normal(keys, "start", shape), self.network(nets, conditions)
+        x, network = rng.normal(keys, "start", shape), self.guided(nets, conditions, request)
         noise = lambda i: rng.normal(keys, f"noise/{i}", shape)
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
@@ -238,3 +255,9 @@ class IDDPMSystem(System):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.timesteps.load_state_dict(state)
+
+
+def _label(conditions: dict[str, Tensor]) -> Tensor:
+    if "label" not in conditions:
+        raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
+    return conditions["label"]

@@ -24,13 +24,14 @@ from dstrain.diffusion.published import add_to_index, even_steps, save_pipeline,
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
 from dstrain.ranks import group
-from dstrain.systems.base import Example
+from dstrain.systems.base import Example, Request
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
 
 # Relative; other shapes of convolutions and attention round otherwise. Two of a picture's 255 levels.
-TOLERATED = {"prediction": 1e-4, "code": 2.5 / 255}
+TOLERATED = {"prediction": 1e-4, "without label": 1e-4, "code": 2.5 / 255}
 _COUNT, _DRAWN = 4, 2                             # samples compared in one prediction, and drawn by the card's code
+_SCALE = 2.0                                      # guidance of the card's code, where there is a null label
 _STOCK = """\
 import torch
 from diffusers import DDPMPipeline
@@ -63,6 +64,7 @@ def about(system: IDDPMSystem) -> tuple[str, str, str]:
                      f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}")
     if config.class_cond:
         inputs.insert(0, f"class_labels={_labels(system)}")
+        inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null else []
     if config.learn_sigma:
         notes.append(f"the unet's first {config.in_channels} output channels are the prediction, the others the "
                      "variances, which DDPMScheduler takes and DDIMScheduler must not be given")
@@ -94,14 +96,16 @@ def save(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path,
     if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)
         return
-    save_pipeline(ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data), folder)
+    save_pipeline(ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null),
+                  folder)
     if config.class_cond and (names := classes()):
         add_to_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
 @torch.no_grad()
 def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """The relative error of predictions at timesteps over the whole chain."""
+    """Relative errors of predictions, and of those without label if it learned them, at timesteps over the whole chain.
+    """
     from diffusers import UNet2DModel
 
     config, key = system.config, example["key"][:_COUNT]
@@ -115,8 +119,12 @@ def errors(system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, exa
         stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
         seen = torch.cat((x, stretched), dim=1)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
-    truth = system.network(nets, conditions)(x, system.diffusion.times(t))
-    return {"prediction": relative_error(exported(seen, t, class_labels=conditions.get("label")).sample, truth)}
+    given = {"prediction": conditions.get("label")}
+    if config.has_null:
+        given["without label"] = torch.full_like(conditions["label"], config.num_classes)
+    return {name: relative_error(exported(seen, t, class_labels=label).sample,
+                                 system.network(nets, conditions | {"label": label})(x, system.diffusion.times(t)))
+            for name, label in given.items()}
 
 
 @torch.no_grad()
@@ -129,7 +137,8 @@ def drawn(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
     normal = lambda *_: torch.randn(len(labels), *system.shape, generator=generator).to(device)
-    network = system.network(nets, conditions)
+    scale = _SCALE if system.config.has_null else 1.0
+    network = system.guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
     return to_uint8(samplers.ancestral(system.diffusion.respaced(str(steps)), network, normal(), normal,
                                        clip_denoised=True))
 

@@ -41,19 +41,27 @@ _HIDDEN = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropo
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what to know of it.
 
-    A label table with another number of rows is replaced by new rows, normal(1) as at initialization. The notes also
-    list the flags that no file shows, as the recipe has them: a wrong one gives wrong pictures and no error.
+    A label table that lacks only the null row gets one, the mean of the others. One with another number of rows is
+    replaced by new rows, normal(1) as at initialization, but for a null row. The notes also list the flags that no file
+    shows, as the recipe has them: a wrong one gives wrong pictures and no error.
     ConfigError: the first other difference, with both shapes and the flags that decide them.
     """
     shapes = fitting.shapes_of(network)
     state = dict(state)
-    notes = fitting.refill(state, shapes, _LABELS, std=1.0)
+    notes = [_add_null(state)] if config.has_null and len(state.get(_LABELS, ())) == config.num_classes else []
+    notes += fitting.refill(state, shapes, _LABELS, std=1.0, keep_last=config.has_null)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
              if name in ("prediction", "loss") or name == "variance" and not config.learn_sigma]
     notes.append(f"names and shapes fit; what they cannot tell is as the recipe says: {', '.join(hidden)}")
     return state, notes
+
+
+def _add_null(state: dict[str, Tensor]) -> str:
+    table = state[_LABELS]
+    state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
+    return f"{_LABELS}: not in the file: a null row, which begins as the mean of the {len(table)} others"
 
 
 def _place(name: str) -> tuple[int, ...]:
@@ -98,7 +106,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "act_fn": "silu", "attention_head_dim": _head_width(config), "norm_num_groups": GROUPS,
         "attn_norm_num_groups": GROUPS, "norm_eps": 1e-5,
         "resnet_time_scale_shift": "scale_shift" if config.use_scale_shift_norm else "default",
-        "num_class_embeds": config.num_classes if config.class_cond else None,
+        "num_class_embeds": config.network_arguments()["num_classes"],
         "num_train_timesteps": config.diffusion_steps if learned else None}
 
 

@@ -78,12 +78,14 @@ def test_completed_and_conflicts():
     assert (completed["image_size"], completed["in_channels"]) == (8, 1)
     assert conflicts({}) == conflicts(LABELS, {"labels": [3, 9]}) == []
     assert conflicts({"timestep_respacing": "ddim10"}) == []
+    assert conflicts(LABELS | {"class_dropout_prob": 0.1}, {"guidance_scale": 2.0}) == []
+    assert len(conflicts({"class_dropout_prob": 0.1}, {"guidance_scale": 2.0})) == 1, "without labels there is no null"
     for model, samples, words in (
             ({"image_size": 16, "attention_resolutions": [8]}, {}, "data.image_size=8 and model.image_size=16"),
             ({"in_channels": 3}, {}, "data.channels=1 and model.in_channels=3"),
             ({}, {"num_steps": 21}, "samples.num_steps=21 is above model.diffusion_steps=20"),
             ({"timestep_respacing": "5"}, {}, "samples.num_steps=10 and model.timestep_respacing=5"),
-            ({}, {"guidance_scale": 2.0}, "samples.guidance_scale=2: the network has no null label"),
+            ({}, {"guidance_scale": 2.0}, "samples.guidance_scale=2: this model has no null label"),
             ({}, {"labels": [1]}, "model.class_cond is false")):
         found = conflicts(model, samples)
         assert len(found) == 1 and words in found[0]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dstrain import rng, systems
+from dstrain.diffusion import samplers
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
+from dstrain.nn.pixels import to_uint8
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
@@ -101,8 +103,8 @@ def test_learns(changes):
 def test_labels_of_a_request():
     """Oracle: the labels given, else seed modulo num_classes; none reach an unconditional network."""
     seen = []
-    def network(x, t, *y):
-        seen.append([labels.tolist() for labels in y])
+    def network(x, t, **conditions):
+        seen.append([labels.tolist() for labels in conditions.values()])
         return x
     nets, seeds = {"denoiser": network}, torch.tensor([3, 12])
     build(**LABELS).sample(nets, Request(seeds, num_steps=3))
@@ -111,6 +113,57 @@ def test_labels_of_a_request():
     assert seen == [[[3, 2]]] * 3 + [[[5, 6]]] + [[]] * 2
     assert build(**LABELS).conditions(4, (7, 2))["label"].tolist() == [7, 2, 7, 2]
     assert build(**LABELS).conditions(11)["label"].tolist() == [*range(10), 0] and build().conditions(3) == {}
+
+
+def test_dropped_labels():
+    """Oracle: the draws of the key; the share is class_dropout_prob; evaluation drops none; without it there is no row.
+    """
+    system, seen = build(**LABELS, class_dropout_prob=0.25, schedule_sampler="loss-second-moment"), []
+    def network(x, t, y):
+        seen.append(y)
+        return x
+    example = system.encode(system.synthetic(4000))
+    system.denoise({"denoiser": network}, example)
+    system.evaluate({"denoiser": network}, example)
+    dropped = rng.uniform(example["key"], "drop") < 0.25
+    assert torch.equal(seen[0], torch.where(dropped, 10, example["label"])) and torch.equal(seen[1], example["label"])
+    assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.03)
+    rows = lambda **changes: len(build(**changes).networks()["denoiser"].label_emb.weight)
+    assert rows(**LABELS, class_dropout_prob=0.1) == 11 and rows(**LABELS) == 10
+    assert not hasattr(build(class_dropout_prob=0.1).networks()["denoiser"], "label_emb")
+    with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes"):
+        system.conditions(1, (10,))
+
+
+@pytest.mark.parametrize("changes", [{}, {"small_size": 4, "rescale_timesteps": False}])
+def test_guidance(changes):
+    """Oracle: DDPM by hand: the null's prediction plus scale times the difference, within the interval; the variances
+    are the conditional's; guidance 1 is the plain network.
+    """
+    system = build(**LABELS, class_dropout_prob=0.1, learn_sigma=True, **changes)
+    nets, seeds = random(system), torch.tensor([3, 12])
+    conditions = {"label": torch.tensor([5, 6])}
+    if changes:
+        conditions |= system.conditions_from(system.synthetic(2)["image"])
+    noise = system.diffusion.tables["sqrt_recipm1_alphas_cumprod"]
+    def by_hand(scale, low, high):
+        def network(x, t):
+            y = conditions["label"]
+            call = lambda y: nets["denoiser"](x, t, **({"low_res": conditions["low_res"]} if changes else {}), y=y)
+            plain, null = call(y), call(torch.full_like(y, 10))
+            guided = null[:, :1] + scale * (plain[:, :1] - null[:, :1])
+            inside = low <= float(noise[round(float(t[0]) * (1 if changes else 20 / 1000))]) <= high
+            return torch.cat((guided, plain[:, 1:]), dim=1) if inside else plain
+        keys = rng.keys_of_seeds(seeds)
+        draw = lambda name: rng.normal(keys, name, (1, 8, 8))
+        x = samplers.ancestral(system.diffusion, network, draw("start"), lambda i: draw(f"noise/{i}"), True)
+        return to_uint8(x)
+    levels = (float(noise[4]), float(noise[11]))
+    for scale, interval in ((3.0, None), (3.0, levels), (1.0, None)):
+        found = system.sample(nets, Request(seeds, conditions, 20, "ddpm", scale, guidance_interval=interval))
+        expected = by_hand(scale, *(interval or (0, math.inf)))
+        assert (found.int() - expected.int()).abs().max() <= 1 and expected.float().std() > 5
+    system.check_sampling(Samples(guidance_rescale=0.5, guidance_interval=(1, 2)))
 
 
 def test_labels_out_of_range():
@@ -140,7 +193,7 @@ def test_requests_that_do_not_fit():
     nets = random(system)
     for request, words in ((Request(seeds, sampler="euler"), "none of dpm.*, ddpm, ddim"),
                            (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
-                           (Request(seeds, num_steps=5, guidance_scale=2.0), "guidance_scale 1, or system dit")):
+                           (Request(seeds, num_steps=5, guidance_scale=2.0), "no null label .* guidance_scale 1, or train with")):
         with pytest.raises(ValueError, match=words):
             system.sample(nets, request)
     with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
@@ -176,7 +229,7 @@ def test_spacings_of_a_request(sampler, spacing, num_steps, visited):
 
 
 def test_pictures_are_inverted():
-    """Oracle: the pictures; what an upsampler is given stays; guidance is no choice of this system."""
+    """Oracle: the pictures; what an upsampler is given stays."""
     system = build(small_size=4)
     images = torch.randint(100, 156, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     remaining = system.diffusion.tables["alphas_cumprod"].float()
@@ -187,8 +240,6 @@ def test_pictures_are_inverted():
     back = system.sample({"denoiser": network}, Request(torch.arange(2), conditions, 20))
     # Twenty steps of first order, there and back: contrast is lost, the pattern is not.
     assert float(torch.corrcoef(torch.stack((back.flatten().float(), images.flatten().float())))[0, 1]) > 0.99
-    with pytest.raises(ValueError, match="samples.guidance_rescale=0.5, or --guidance-rescale: a IDDPMSystem does not"):
-        system.check_sampling(Samples(guidance_rescale=0.5))
 
 
 def test_measure():

@@ -28,6 +28,9 @@ CASES = {
     "timesteps rescaled": {"diffusion_steps": 400, "noise_schedule": "cosine", "learn_sigma": True, "dropout": 0.1},
     "timesteps as they are": {"diffusion_steps": 400, "noise_schedule": "cosine", "rescale_timesteps": False},
     "super-resolution": {"small_size": 4, "learn_sigma": True, "class_cond": True, "num_classes": 5},
+    "null label": {"class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1, "learn_sigma": True},
+    "enlarged, null label": {"small_size": 4, "class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1,
+                             "diffusion_steps": 400},
     "v": {"prediction": "v", "noise_schedule": "quad"}, "x_start": {"predict_xstart": True, "sigma_small": True},
     "attention in the middle alone": {"attention_resolutions": [], "num_heads_upsample": 8},
 }
@@ -60,7 +63,8 @@ def test_there_and_back(tmp_path, case):
     system, nets = made(CASES[case])
     to_diffusers.save(system, nets, tmp_path / "out")
     errors = to_diffusers.errors(system, nets, tmp_path / "out", probe(system))
-    assert errors.keys() == {"prediction"} and errors["prediction"] < 1e-5
+    assert errors.keys() == {"prediction"} | ({"without label"} if system.config.has_null else set())
+    assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
     is_stock = not (system.config.class_cond or system.config.small_size)
     assert (tmp_path / "out" / "pipeline.py").exists() != is_stock
@@ -97,7 +101,7 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-@pytest.mark.parametrize("case", ["super-resolution", "classes, grey"])
+@pytest.mark.parametrize("case", ["super-resolution", "classes, grey", "null label", "enlarged, null label"])
 def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
     system, nets = made(CASES[case])
@@ -122,9 +126,15 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     monkeypatch.setattr(scheduling_ddpm, "randn_tensor", noise)
     small = {"low_res": torch.rand(3, 3, 4, 4) * 2 - 1} if "small_size" in CASES[case] else {}
     start = rng.normal(keys, "start", system.shape)
-    images = pipeline(labels, **small, num_inference_steps=20, latents=start, output_type="pt").images
-    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)} | small, 20, sampler, spacing=spacing))
-    ours = ours.float()
+    if system.config.has_null:
+        guided = {"guidance_scale": 2.5, "guidance_interval": (0.3, 8.0)}
+    else:
+        guided = {}
+        with pytest.raises(ValueError, match="guidance_scale=2: this unet was trained without dropped labels"):
+            pipeline(labels, **small, guidance_scale=2)
+    images = pipeline(labels, **small, num_inference_steps=20, latents=start, output_type="pt", **guided).images
+    ours = system.sample(nets, Request(seeds, {"label": torch.tensor(labels)} | small, 20, sampler, spacing=spacing,
+                                       **guided)).float()
     assert (images * 255 - ours).abs().max() <= 1 and ours.std() > 5
     if small:
         small["low_res"] = small["low_res"].flip(0)

@@ -75,6 +75,25 @@ def test_other_classes(classes):
     assert len(notes) == 2 and f"7 rows in the file, {classes} in the network" in notes[0]
 
 
+def test_a_null_label_is_added():
+    """Oracle: the file's rows, and behind them their mean; rows of another number are fresh, but for the null row."""
+    before = state_of(build(class_cond=True, num_classes=7))["label_emb.weight"]
+    guided = lambda classes: build(class_cond=True, num_classes=classes, class_dropout_prob=0.1)
+    table, notes = fit_labels(guided(7), before)
+    torch.testing.assert_close(table, torch.cat((before, before.mean(dim=0, keepdim=True))))
+    assert len(notes) == 2 and "a null row, which begins as the mean of the 7 others" in notes[0]
+    again, notes = fit_labels(guided(7), table)
+    assert again is table and len(notes) == 1
+    fewer, notes = fit_labels(guided(4), table)
+    assert fewer.shape == (5, 128) and torch.equal(fewer[-1], table[-1]) and "the last (no label) kept" in notes[0]
+
+
+def fit_labels(system, table):
+    """(the label table as the network takes it, notes) of a file whose table is `table`."""
+    state, notes = system.adapt("denoiser", state_of(system) | {"label_emb.weight": table})
+    return state["label_emb.weight"], notes
+
+
 @pytest.mark.parametrize("file, network, words", [
     ({}, {"num_channels": 64}, r"time_embed.0.weight is \(128, 32\) in the file and \(256, 64\).*num_channels"),
     ({}, {"class_cond": True, "num_classes": 9}, r"label_emb.weight is absent in the file and \(9, 128\).*class_cond"),
