@@ -1,6 +1,7 @@
 """What listing folders needs: class folders, files at any depth, and questions to many files by several threads."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,11 +53,12 @@ def few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
 
 
 def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] | None = None,
-         above: tuple[str, ...] = (), seen: set[str] | None = None) -> Iterator[str]:
+         others: Counter | None = None, above: tuple[str, ...] = (), seen: set[str] | None = None) -> Iterator[str]:
     """Relative paths of the files at any depth below root/folder; no file is asked for its status.
 
-    visited: gets the relative paths of the folders below. above: the real paths of `root` and of all folders down to
-    this one, whose links back are passed over; seen: targets of the links to folders that were followed, once each.
+    visited: gets the relative paths of the folders below. others: counts files of other suffixes, by suffix.
+    above: the real paths of `root` and of all folders down to this one, whose links back are passed over; seen: targets
+    of the links to folders that were followed, once each.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen
@@ -74,6 +76,8 @@ def walk(root: Path, folder: str, suffixes: tuple[str, ...], visited: list[str] 
                     seen.add(target)
                 if visited is not None:
                     visited.append(name)
-                yield from walk(root, name, suffixes, visited, (*above, target), seen)
+                yield from walk(root, name, suffixes, visited, others, (*above, target), seen)
             elif entry.name.lower().endswith(suffixes):
                 yield name
+            elif others is not None:
+                others[os.path.splitext(name)[1].lower()] += 1

@@ -1,8 +1,9 @@
-"""What data without samples hold instead, and what would make them work: the end of a refusal."""
+"""What data hold instead of samples or beside them, and what would make it work."""
 
 import re
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from itertools import islice
 from os.path import splitext
 from pathlib import Path
@@ -13,10 +14,12 @@ from dstrain.recipe import ConfigError
 
 _LOOKED = 1000                             # files by which data are judged
 _ABOVE = 3                                 # folders in which latents may lie: REPA/vae-sd/00000
+_VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
+_PICTURES = (".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng")
 _REMEDIES = (                              # suffixes of files that are no samples as they lie there, and the remedy
-    ((".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
+    (_VIDEOS,
      "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
-    ((".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".exr", ".dng"),
+    (_PICTURES,
      "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
     ((".npy", ".safetensors"),
      "{latents}; pixels are written as uint8 (N, H, W, C) by numpy.savez(FILE, arr_0=images)"),
@@ -54,6 +57,12 @@ def without_samples(layout: Layout) -> ConfigError:
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
                        f"It holds {name}{others}: {remedy}")
+
+
+def left_out(counts: Mapping[str, int]) -> str:
+    """Pictures and videos among other files, counted by suffix, in words for the start of a command; "": none."""
+    known = [f"{suffix} {count:,}" for suffix, count in sorted(counts.items()) if suffix in _VIDEOS + _PICTURES]
+    return f"files of other types are left out, {', '.join(known)}: convert them if they are samples" if known else ""
 
 
 def _of_latents(root: str, name: str) -> str:

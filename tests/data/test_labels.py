@@ -11,6 +11,8 @@ import pytest
 from dstrain.command.job import JobOptions, prepare
 from dstrain.data.images import open_images
 from dstrain.data.latents import Latents
+from dstrain.data.layouts.base import Request
+from dstrain.data.pixels import SUFFIXES
 from dstrain.data.sources import described, open_sources
 from dstrain.data.spread import Spread, Windows
 from dstrain.data.videos import open_videos
@@ -197,6 +199,33 @@ def test_what_was_found_is_said(tmp_path):
     assert held.class_counts().tolist() == labels.tolist() and held.describe().startswith(f"{len(held)} cached images")
     assert Latents(tmp_path / "x").describe() == (
         "50 cached images (latents 3 x 4 x 4), 3 classes of 16 (c) to 17 (a), no captions")
+
+
+@pytest.mark.parametrize("captions, labels", [(False, "auto"), (False, "none"), (True, "auto")])
+def test_files_of_other_types_are_said(tmp_path, captions, labels):
+    """Oracle: counting by hand, in folders of any depth, from a fresh listing and from an index; none is a sample."""
+    root = folder(tmp_path / "d", 2, 3) if labels == "auto" else tmp_path / "d" / "deep"
+    deep = root / "c1" / "deep" if labels == "auto" else root
+    deep.mkdir(parents=True)
+    if labels == "none":
+        with pytest.raises(ConfigError, match="no images in it, and no other file"):
+            open_images(root, 16, request=Request(SUFFIXES, labels=labels))
+        flat(root)
+    for name in ("a.HEIC", "b.heic", "c.tiff", "notes.md", ".d.tiff", "e.mp4"):
+        (deep / name).write_text("x")
+    if captions:
+        for file in root.rglob("*.png"):
+            file.with_suffix(".txt").write_text("a thing")
+    words = "; files of other types are left out, .heic 2, .mp4 1, .tiff 1: convert them if they are samples"
+    request = Request(SUFFIXES, captions=captions, labels=labels)
+    for _ in range(2):
+        source = open_images(root, 16, request=request, index=tmp_path / "index")
+        source.fingerprint()
+        assert len(source) == (6 if labels == "auto" else 4) and source.describe().endswith(words)
+    clips = open_videos(folder_of_clips(tmp_path / "v", ("a", "b"), texts=True), CUT)
+    (tmp_path / "v" / "a" / "x.tif").write_text("x")
+    assert "left out" not in clips.describe(), "texts are captions"
+    assert "; files of other types are left out, .tif 1: convert" in open_videos(tmp_path / "v", CUT).describe()
 
 
 def test_links_and_unreadable_folders(tmp_path):

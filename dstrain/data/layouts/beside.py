@@ -51,9 +51,9 @@ class Beside(Folders):
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
-        root, at, names = Path(self.root), f"{self.request.key}={self.root}", read_class_list(self.request.class_list)
-        with listing(root, self.request.key):
-            files = sorted(walk(root, "", (*self.request.suffixes, *_TEXTS), self._deeper))
+        at, names = f"{self.request.key}={self.root}", read_class_list(self.request.class_list)
+        with listing(self.root, self.request.key):
+            files = self._below("", *_TEXTS)
         beside = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in beside]
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)

@@ -4,20 +4,23 @@ A dataset.json (../labels.py) says the labels instead of the folders.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import SAMPLES, class_folders, few, listing, walk
-from dstrain.data.instead import without_samples
+from dstrain.data.instead import left_out, without_samples
 from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.recipe import ConfigError
 
 
 class Folders(Layout):
-    """Every file is a sample, by its relative path. ConfigError: see `parts`."""
+    """Every file is a sample, by its relative path. ConfigError: see `parts`. Its note "others" counts other files by
+    suffix.
+    """
 
     kind = "folder of files"
 
@@ -75,12 +78,24 @@ class Folders(Layout):
         root, by_name = Path(self.root), self._by_name
         with listing(root, self.request.key):
             if by_name is not None:
-                yield from self._labelled(sorted(walk(root, "", self.request.suffixes, self._deeper)), by_name)
+                yield from self._labelled(self._below(""), by_name)
             elif part:
-                names = sorted(walk(root, part, self.request.suffixes, self._deeper))
-                yield from (Sample(Place(name), part) for name in names)
+                yield from (Sample(Place(name), part) for name in self._below(part))
             else:
-                yield from (Sample(Place(name)) for name in self._flat(class_folders(root)))
+                names = self._flat(class_folders(root))
+                beside = set(os.listdir(root)).difference(names)
+                self.notes["others"] = Counter(os.path.splitext(name)[1].lower() for name in beside)
+                yield from (Sample(Place(name)) for name in names)
+
+    def _below(self, folder: str, *more: str) -> list[str]:
+        """The samples below a folder, and files that end in one of `more`."""
+        others = Counter(self.notes.get("others"))
+        names = sorted(walk(Path(self.root), folder, self.request.suffixes + more, self._deeper, others=others))
+        self.notes["others"] = others
+        return names
+
+    def advice(self) -> str:
+        return left_out(self.notes.get("others", {}))
 
     def _labelled(self, names: list[str], by_name: dict[str, int]) -> Iterator[Sample]:
         if missing := [name for name in names if by_name and name not in by_name]:

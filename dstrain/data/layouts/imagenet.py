@@ -23,6 +23,7 @@ import numpy as np
 from dstrain.data.class_list import SYNSET, read_class_list
 from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import class_folders, few, listing, walk
+from dstrain.data.instead import without_samples
 from dstrain.data.labels import is_split, refuse_splits
 from dstrain.data.layouts.base import Layout, Place, Request, Sample
 from dstrain.data.layouts.clips import Clips
@@ -117,14 +118,14 @@ class AllFiles(Folders):
         with listing(root, self.request.key):
             refuse_splits(root, class_folders(root), self.request.key)
             if next(walk(root, "", self.request.suffixes), None) is None:
-                raise self._without_files()
+                raise without_samples(self)
         self.classes = names.classes if self.request.labels == "prefix" else ()
         return [""]
 
     def samples(self, part: str) -> Iterator[Sample]:
         names, by_prefix = read_class_list(self.request.class_list), self.request.labels == "prefix"
         with listing(self.root, self.request.key):
-            for name in sorted(walk(Path(self.root), part, self.request.suffixes, self._deeper)):
+            for name in self._below(part):
                 yield Sample(Place(name), names.prefix(name, f"{self.request.key}={self.root}") if by_prefix else None)
 
 
