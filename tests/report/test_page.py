@@ -233,3 +233,18 @@ def test_without_plotly(two, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match="pip install plotly"):
         page.write([two / "one"], tmp_path / "report.html")
+
+
+def test_a_folder_that_is_taken_away(tmp_path, monkeypatch):
+    """Oracle: the folders that are there: a run's own report does not make its folder anew while a page is made."""
+    made(tmp_path / "run", steps=8)
+    whole = page.html
+
+    def slow(records):
+        (tmp_path / "run").rename(tmp_path / "away")
+        return whole(records)
+
+    monkeypatch.setattr(page, "html", slow)
+    with pytest.raises(ConfigError, match=r"report.html cannot be written \(No such file"):
+        page.write([tmp_path / "run"], tmp_path / "run" / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["away"] and not (tmp_path / "away" / "report.html").exists()
