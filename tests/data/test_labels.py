@@ -57,9 +57,10 @@ def test_another_number_of_classes(tmp_path):
         counted = "2 classes of 10" if data == two else "no classes"
         assert any(f"{data}: " in line and counted in line for line in lines("dit-small", *words, remedy))
     (problem,) = lines("iddpm-small", run, f"data.path={one}")
-    assert "no classes" in problem and "model.class_cond=false" in problem
+    remedy = "model.class_cond=false samples.guidance_scale=1"
+    assert "no classes" in problem and f"write {remedy} for a model without labels" in problem
     for data in (one, two):
-        assert lines("iddpm-small", run, f"data.path={data}", "model.class_cond=false")[0].startswith(f"data: {data}")
+        assert lines("iddpm-small", run, f"data.path={data}", *remedy.split())[0].startswith(f"data: {data}")
         assert lines("vae-small", run, f"data.path={data}")[0].startswith(f"data: {data}")
     write(tmp_path / "codes", classes=("a",) * 3)               # of a cache, too
     words = [run, f"data.path={tmp_path / 'codes'}", "data.image_size=16", "data.channels=1", "model.patch_size=1"]
@@ -222,6 +223,10 @@ def test_files_of_other_types_are_said(tmp_path, captions, labels):
         source = open_images(root, 16, request=request, index=tmp_path / "index")
         source.fingerprint()
         assert len(source) == (6 if labels == "auto" else 4) and source.describe().endswith(words)
+    for name in ("x.tif", ".y.tif"):
+        (flat(tmp_path / "flat") / name).write_text("x")
+    assert open_images(tmp_path / "flat", 16).describe().endswith("; files of other types are left out, .tif 1: convert "
+                                                                  "them if they are samples")
     clips = open_videos(folder_of_clips(tmp_path / "v", ("a", "b"), texts=True), CUT)
     (tmp_path / "v" / "a" / "x.tif").write_text("x")
     assert "left out" not in clips.describe(), "texts are captions"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files import Files, LocalFiles
+from dstrain.data.files import Files, LocalFiles, is_hidden
 from dstrain.data.folder import SAMPLES, class_folders, few, listing, walk
 from dstrain.data.instead import left_out, without_samples
 from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
@@ -83,7 +83,7 @@ class Folders(Layout):
                 yield from (Sample(Place(name), part) for name in self._below(part))
             else:
                 names = self._flat(class_folders(root))
-                beside = set(os.listdir(root)).difference(names)
+                beside = {name for name in os.listdir(root) if not is_hidden(name)}.difference(names)
                 self.notes["others"] = Counter(os.path.splitext(name)[1].lower() for name in beside)
                 yield from (Sample(Place(name)) for name in names)
 
