@@ -61,8 +61,13 @@ def without_samples(layout: Layout) -> ConfigError:
 
 def left_out(counts: Mapping[str, int]) -> str:
     """Pictures and videos among other files, counted by suffix, in words for the start of a command; "": none."""
-    known = [f"{suffix} {count:,}" for suffix, count in sorted(counts.items()) if suffix in _VIDEOS + _PICTURES]
-    return f"files of other types are left out, {', '.join(known)}: convert them if they are samples" if known else ""
+    known = [suffix for suffix in sorted(counts) if suffix in _VIDEOS + _PICTURES]
+    if not known:
+        return ""
+    ways = ["convert pictures to PNG or JPEG"] * any(suffix in _PICTURES for suffix in known)
+    ways += ["read videos by data.num_frames"] * any(suffix in _VIDEOS for suffix in known)
+    return (f"files of other types are left out, {', '.join(f'{suffix} {counts[suffix]:,}' for suffix in known)}: "
+            f"{', '.join(ways)}, if they are samples")
 
 
 def _of_latents(root: str, name: str) -> str:

@@ -41,12 +41,13 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     if len(set(names)) < len(names):                         # runs of one name are told apart by their folders
         above = Path(os.path.commonpath([folder.parent for folder in folders]))
         names = [str(folder.relative_to(above)) for folder in folders]
+    make = out.parent.resolve() not in folders               # a run's folder that is taken away meanwhile stays so
     records = [read(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
     text = html(records)
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     with write_errors(f"--out {out}", "name a file in a folder that can be written"):
-        atomic.write(out, text, make=out.parent.resolve() not in folders)      # a run's that was taken away stays so
+        atomic.write(out, text, make=make)
     return out
 
 

@@ -217,16 +217,18 @@ def test_files_of_other_types_are_said(tmp_path, captions, labels):
     if captions:
         for file in root.rglob("*.png"):
             file.with_suffix(".txt").write_text("a thing")
-    words = "; files of other types are left out, .heic 2, .mp4 1, .tiff 1: convert them if they are samples"
+    words = ("; files of other types are left out, .heic 2, .mp4 1, .tiff 1: convert pictures to PNG or JPEG, read videos "
+             "by data.num_frames, if they are samples")
     request = Request(SUFFIXES, captions=captions, labels=labels)
     for _ in range(2):
         source = open_images(root, 16, request=request, index=tmp_path / "index")
         source.fingerprint()
         assert len(source) == (6 if labels == "auto" else 4) and source.describe().endswith(words)
-    for name in ("x.tif", ".y.tif"):
-        (flat(tmp_path / "flat") / name).write_text("x")
-    assert open_images(tmp_path / "flat", 16).describe().endswith("; files of other types are left out, .tif 1: convert "
-                                                                  "them if they are samples")
+    (flat(tmp_path / "flat") / "folder.gif").mkdir()
+    for name in ("x.tif", ".y.tif", "folder.gif/z.tif"):
+        (tmp_path / "flat" / name).write_text("x")
+    assert open_images(tmp_path / "flat", 16).describe().endswith(
+        "; files of other types are left out, .tif 2: convert pictures to PNG or JPEG, if they are samples")
     clips = open_videos(folder_of_clips(tmp_path / "v", ("a", "b"), texts=True), CUT)
     (tmp_path / "v" / "a" / "x.tif").write_text("x")
     assert "left out" not in clips.describe(), "texts are captions"

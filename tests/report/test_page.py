@@ -235,9 +235,12 @@ def test_without_plotly(two, tmp_path, monkeypatch):
         page.write([two / "one"], tmp_path / "report.html")
 
 
-def test_a_folder_that_is_taken_away(tmp_path, monkeypatch):
-    """Oracle: the folders that are there: a run's own report does not make its folder anew while a page is made."""
-    made(tmp_path / "run", steps=8)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_is_taken_away(tmp_path, monkeypatch, linked):
+    """Oracle: the folders that are there: a run's own report does not make its folder anew, by a link neither."""
+    made(tmp_path / ("real" if linked else "run"), steps=8)
+    if linked:
+        (tmp_path / "run").symlink_to("real")
     whole = page.html
 
     def slow(records):
@@ -247,4 +250,5 @@ def test_a_folder_that_is_taken_away(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "html", slow)
     with pytest.raises(ConfigError, match=r"report.html cannot be written \(No such file"):
         page.write([tmp_path / "run"], tmp_path / "run" / "report.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["away"] and not (tmp_path / "away" / "report.html").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"away", "real"} if linked else {"away"}
+    assert not (tmp_path / "away" / "report.html").exists()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files import Files, LocalFiles, is_hidden
+from dstrain.data.files import Files, LocalFiles
 from dstrain.data.folder import SAMPLES, class_folders, few, listing, walk
 from dstrain.data.instead import left_out, without_samples
 from dstrain.data.labels import LABELS, labels_of_names, refuse_splits
@@ -82,10 +82,8 @@ class Folders(Layout):
             elif part:
                 yield from (Sample(Place(name), part) for name in self._below(part))
             else:
-                names = self._flat(class_folders(root))
-                beside = {name for name in os.listdir(root) if not is_hidden(name)}.difference(names)
-                self.notes["others"] = Counter(os.path.splitext(name)[1].lower() for name in beside)
-                yield from (Sample(Place(name)) for name in names)
+                self._below("")
+                yield from (Sample(Place(name)) for name in self._flat(class_folders(root)))
 
     def _below(self, folder: str, *more: str) -> list[str]:
         """The samples below a folder, and files that end in one of `more`."""

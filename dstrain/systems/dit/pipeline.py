@@ -68,7 +68,8 @@ class ClassPipeline(DiffusionPipeline):
     def _noise(self, t):
         """sigma / alpha at a timestep."""
         if hasattr(self.scheduler, "alphas_cumprod"):
-            return (1 / float(self.scheduler.alphas_cumprod[int(t)]) - 1) ** 0.5
+            kept = float(self.scheduler.alphas_cumprod[int(t)])
+            return (1 / kept - 1) ** 0.5 if kept else float("inf")
         share = float(t) / self.scheduler.config.num_train_timesteps
         return share / (1 - share) if share < 1 else float("inf")
 

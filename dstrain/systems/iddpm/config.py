@@ -160,7 +160,8 @@ class Config(SystemConfig):
             problems.append(f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
                             f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal")
         if samples.guidance_scale != 1 and not self.has_null:
-            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: {NO_NULL}")
+            problems.append(f"samples.guidance_scale={samples.guidance_scale:g}: this model has no null label: write "
+                            "samples.guidance_scale=1, or model.class_cond=true model.class_dropout_prob=0.1")
         if samples.labels and not self.class_cond:
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
@@ -215,10 +216,6 @@ class Config(SystemConfig):
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
         return {"prediction": self.prediction or ("x_start" if self.predict_xstart else "eps"), "variance": variance,
                 "loss": self.loss or loss, "rescale_timesteps": self.rescale_timesteps}
-
-
-NO_NULL = ("this model has no null label to be guided away from; take guidance_scale 1, or train with class_cond=true "
-           "and class_dropout_prob above 0")
 
 
 def _proposal(image_size: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Draws from a UNet, by labels or from small pictures. It comes with an export of dstrain; diffusers is all it needs.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
-    pipeline([3, 5], generator=torch.Generator().manual_seed(0)).images
+    pipeline(class_labels=[3, 5], generator=torch.Generator().manual_seed(0)).images
 
 The scheduler is DDPMScheduler, with learned variances where there are some.
 DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading") draws without noise.
@@ -35,13 +35,13 @@ class ConditionalUNetPipeline(DiffusionPipeline):
 
         latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
         guidance_interval: (LOW, HIGH), the noise levels sigma / alpha between which predictions are guided; None: all.
-        ValueError: no such label; guidance of a unet without a null label.
+        ValueError: labels are missing, or no such label; guidance of a unet without a null label; HIGH before LOW.
         """
         config, device, scheduler = self.unet.config, self._execution_device, self.scheduler
         y = None if class_labels is None else torch.as_tensor(class_labels, device=device).reshape(-1)
         classes = config.num_class_embeds and config.num_class_embeds - self.config.has_null
-        if y is not None and classes is not None and ((y < 0) | (y >= classes)).any():
-            raise ValueError(f"class_labels={y.tolist()}: labels are 0 to {classes - 1}")
+        if classes is not None and (y is None or ((y < 0) | (y >= classes)).any()):
+            raise ValueError(f"class_labels={class_labels}: labels are 0 to {classes - 1}")
         if guidance_scale != 1 and not self.config.has_null:
             raise ValueError(f"guidance_scale={guidance_scale}: this unet was trained without dropped labels")
         channels, count = config.in_channels, len(low_res if y is None else y)
@@ -59,13 +59,19 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         learned = ("variance_type" in inspect.signature(type(scheduler).__init__).parameters
                    and scheduler.config.variance_type.startswith("learned"))
         low, high = guidance_interval or (0, float("inf"))
+        if low > high:
+            raise ValueError(f"guidance_interval={guidance_interval}: give (LOW, HIGH)")
         for t in self.progress_bar(scheduler.timesteps):
-            noise = (1 / float(scheduler.alphas_cumprod[int(t)]) - 1) ** 0.5                 # sigma / alpha
-            out = self._guided(x, t, y, stretched, guidance_scale if low <= noise <= high else 1)
+            out = self._guided(x, t, y, stretched, guidance_scale if low <= self._noise(t) <= high else 1)
             x = scheduler.step(out if learned else out[:, :channels], t, x, **options).prev_sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
+
+    def _noise(self, t):
+        """sigma / alpha at a timestep."""
+        kept = float(self.scheduler.alphas_cumprod[int(t)])
+        return (1 / kept - 1) ** 0.5 if kept else float("inf")
 
     def _guided(self, x, t, y, stretched, scale):
         """The prediction and, behind its channels, the variances of the half with labels."""

@@ -26,7 +26,7 @@ from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reworded
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
-from dstrain.systems.iddpm.config import Config, NO_NULL
+from dstrain.systems.iddpm.config import Config
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 
@@ -117,7 +117,8 @@ class IDDPMSystem(System):
     def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """The denoiser with its conditions filled in, guided away from the null label as the request asks."""
         if request.guidance_scale != 1 and not self.config.has_null:
-            raise ConfigError(f"guidance_scale: {NO_NULL}")
+            raise ConfigError("guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
+                              "with class_cond=true and class_dropout_prob above 0")
         arguments = self._arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
         return samplers.guided(nets["denoiser"], arguments, arguments | null, request.guidance_scale,

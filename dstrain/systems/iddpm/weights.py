@@ -41,15 +41,16 @@ _HIDDEN = ("image_size", "small_size", "num_heads", "num_heads_upsample", "dropo
 def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
     """A state dict that fits `network` (only its names and shapes are read: meta tensors do), and what to know of it.
 
-    A label table that lacks only the null row gets one, the mean of the others. One with another number of rows is
-    replaced by new rows, normal(1) as at initialization, but for a null row. The notes also list the flags that no file
-    shows, as the recipe has them: a wrong one gives wrong pictures and no error.
+    A label table that lacks only the null row gets one, one that has only this row beside the labels loses it, and one
+    with another number of rows is replaced by new rows, normal(1) as at initialization. A file does not say whether its
+    last row is a null row: the notes say for what it was taken. They also list the flags that no file shows, as the
+    recipe has them: a wrong one gives wrong pictures and no error.
     ConfigError: the first other difference, with both shapes and the flags that decide them.
     """
     shapes = fitting.shapes_of(network)
     state = dict(state)
-    notes = [_add_null(state)] if config.has_null and len(state.get(_LABELS, ())) == config.num_classes else []
-    notes += fitting.refill(state, shapes, _LABELS, std=1.0, keep_last=config.has_null)
+    notes = _fit_null(state, config) if config.class_cond and _LABELS in state else []
+    notes += fitting.refill(state, shapes, _LABELS, std=1.0)
     fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_place), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [f"{name}={value}" for name, value in config.diffusion_arguments().items()
@@ -58,10 +59,18 @@ def adapt(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitti
     return state, notes
 
 
-def _add_null(state: dict[str, Tensor]) -> str:
-    table = state[_LABELS]
-    state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
-    return f"{_LABELS}: not in the file: a null row, which begins as the mean of the {len(table)} others"
+def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
+    """Adds a null row to the label table, or takes it away; the note on what the file's rows were taken for."""
+    table, count = state[_LABELS], config.num_classes
+    if config.has_null and len(table) == count:
+        state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
+        return [f"{_LABELS}: the {count} rows in the file are taken for the labels; the null row is their mean, and "
+                "has to be trained before it guides"]
+    if len(table) != count + 1:
+        return []
+    state[_LABELS] = table if config.has_null else table[:count]
+    return [f"{_LABELS}: the last of the {count + 1} rows in the file is taken for the null label"
+            + ("" if config.has_null else ", and left out")]
 
 
 def _place(name: str) -> tuple[int, ...]:

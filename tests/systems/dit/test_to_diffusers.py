@@ -100,7 +100,8 @@ def levels(x):
 
 
 GUIDED = {"guidance_channels": 2, "in_channels": 3, "learn_sigma": True}
-OURS = {"pixels": (PIXELS, False), "v": (PIXELS | V, False), "three channels, two guided": (GUIDED, False),
+ENDS = {"diffusion": {"schedule": "jsd", "num_steps": 25, "prediction": "v"}, "learn_sigma": False}
+OURS = {"pixels": (PIXELS, False), "v": (PIXELS | V, False), "noise alone at the end": (PIXELS | ENDS, False), "three channels, two guided": (GUIDED, False),
         "shift": ({"shift": 0.5}, True), "1,001 labels": ({"num_classes": 1001}, True)}
 
 

@@ -31,6 +31,8 @@ CASES = {
     "null label": {"class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1, "learn_sigma": True},
     "enlarged, null label": {"small_size": 4, "class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1,
                              "diffusion_steps": 400},
+    "noise alone at the end": {"class_cond": True, "num_classes": 5, "class_dropout_prob": 0.1, "prediction": "v",
+                               "noise_schedule": "linear", "diffusion_steps": 20},
     "v": {"prediction": "v", "noise_schedule": "quad"}, "x_start": {"predict_xstart": True, "sigma_small": True},
     "attention in the middle alone": {"attention_resolutions": [], "num_heads_upsample": 8},
 }
@@ -75,7 +77,8 @@ def test_there_and_back(tmp_path, case):
         assert same(values, state)
         assert notes[0] == (f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
                             f"{tmp_path / 'out' / 'unet'} (UNet2DModel)")
-        assert len(notes) == 2 and notes[1].startswith("names and shapes fit")
+        assert len(notes) == 2 + system.config.has_null and notes[-1].startswith("names and shapes fit")
+        assert not system.config.has_null or notes[1].endswith("6 rows in the file is taken for the null label")
 
 
 @pytest.mark.parametrize("case", ["learned variance", "as for LSUN", "timesteps rescaled", "x_start", "v"])
@@ -101,7 +104,8 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-@pytest.mark.parametrize("case", ["super-resolution", "classes, grey", "null label", "enlarged, null label"])
+@pytest.mark.parametrize("case", ["super-resolution", "classes, grey", "null label", "enlarged, null label",
+                                  "noise alone at the end"])
 def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
     system, nets = made(CASES[case])
@@ -116,6 +120,10 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     for label in (system.config.num_classes, 77, -1):
         with pytest.raises(ValueError, match=f"labels are 0 to {system.config.num_classes - 1}"):
             pipeline([0, label], torch.zeros(2, 3, 4, 4))
+    with pytest.raises(ValueError, match="class_labels=None: labels are 0 to"):
+        pipeline(low_res=torch.zeros(2, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"guidance_interval=\(5, 0.2\): give \(LOW, HIGH\)"):
+        pipeline([0, 1], torch.zeros(2, 3, 4, 4), 20, guidance_interval=(5, 0.2))
     seeds, labels, drawn = torch.arange(3), [4, 0, 2], []
     keys = rng.keys_of_seeds(seeds)
 

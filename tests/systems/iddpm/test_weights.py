@@ -76,16 +76,21 @@ def test_other_classes(classes):
 
 
 def test_a_null_label_is_added():
-    """Oracle: the file's rows, and behind them their mean; rows of another number are fresh, but for the null row."""
+    """Oracle: the file's rows, and behind them their mean; the rows without the last; other numbers of rows are fresh.
+    The notes say what the last row was taken for.
+    """
     before = state_of(build(class_cond=True, num_classes=7))["label_emb.weight"]
     guided = lambda classes: build(class_cond=True, num_classes=classes, class_dropout_prob=0.1)
     table, notes = fit_labels(guided(7), before)
     torch.testing.assert_close(table, torch.cat((before, before.mean(dim=0, keepdim=True))))
-    assert len(notes) == 2 and "a null row, which begins as the mean of the 7 others" in notes[0]
+    assert len(notes) == 2 and "the 7 rows in the file are taken for the labels; the null row is their mean" in notes[0]
     again, notes = fit_labels(guided(7), table)
-    assert again is table and len(notes) == 1
+    assert again is table and len(notes) == 2 and notes[0].endswith("the last of the 8 rows in the file is taken for the "
+                                                                    "null label")
+    back, notes = fit_labels(build(class_cond=True, num_classes=7), table)
+    assert torch.equal(back, before) and notes[0].endswith("taken for the null label, and left out")
     fewer, notes = fit_labels(guided(4), table)
-    assert fewer.shape == (5, 128) and torch.equal(fewer[-1], table[-1]) and "the last (no label) kept" in notes[0]
+    assert fewer.shape == (5, 128) and not torch.isin(table, fewer).any() and "replaced by fresh rows" in notes[0]
 
 
 def fit_labels(system, table):
