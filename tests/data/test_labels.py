@@ -217,8 +217,8 @@ def test_files_of_other_types_are_said(tmp_path, captions, labels):
     if captions:
         for file in root.rglob("*.png"):
             file.with_suffix(".txt").write_text("a thing")
-    words = ("; files of other types are left out, .heic 2, .mp4 1, .tiff 1: convert pictures to PNG or JPEG, read videos "
-             "by data.num_frames, if they are samples")
+    words = ("; files of other types are left out, .heic 2, .mp4 1, .tiff 1: convert pictures to PNG or JPEG, read "
+             "videos by data.num_frames, if they are samples")
     request = Request(SUFFIXES, captions=captions, labels=labels)
     for _ in range(2):
         source = open_images(root, 16, request=request, index=tmp_path / "index")

@@ -7,6 +7,7 @@ import torch
 
 from dstrain import rng, systems
 from dstrain.engine.blocks import prepare
+from dstrain.recipe import Samples
 from dstrain.systems.base import Request, System
 from tests.support.cases import CASES, modules
 from tests.support.cases import request as request_of
@@ -49,6 +50,15 @@ def test_unknown_system():
     """Oracle: a ValueError that lists the systems and proposes the nearest."""
     with pytest.raises(ValueError, match="'dti' is unknown; one of .*dit.*did you mean dit"):
         systems.build("dti", {})
+
+
+def test_choices_that_are_not_read(system):
+    """Oracle: the choices that the system lists: every other one is refused by its key and its option."""
+    choices = {"spacing": "karras", "eta": 0.5, "guidance_rescale": 0.5, "guidance_interval": (1, 2)}
+    for name in choices.keys() - set(system.sampling):
+        words = rf"samples\.{name}=.*, or --{name.replace('_', '-')}: a {type(system).__name__} does not read it"
+        with pytest.raises(ValueError, match=words):
+            system.check_sampling(Samples(**{name: choices[name]}))
 
 
 def test_unknown_field(case):

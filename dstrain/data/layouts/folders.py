@@ -75,15 +75,12 @@ class Folders(Layout):
         return full
 
     def samples(self, part: str) -> Iterator[Sample]:
-        root, by_name = Path(self.root), self._by_name
-        with listing(root, self.request.key):
-            if by_name is not None:
-                yield from self._labelled(self._below(""), by_name)
-            elif part:
-                yield from (Sample(Place(name), part) for name in self._below(part))
+        with listing(self.root, self.request.key):
+            names = self._below(part)
+            if self._by_name is not None:
+                yield from self._labelled(names, self._by_name)
             else:
-                self._below("")
-                yield from (Sample(Place(name)) for name in self._flat(class_folders(root)))
+                yield from (Sample(Place(name), part or None) for name in names)
 
     def _below(self, folder: str, *more: str) -> list[str]:
         """The samples below a folder, and files that end in one of `more`."""

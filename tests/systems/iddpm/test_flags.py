@@ -85,7 +85,7 @@ def test_completed_and_conflicts():
             ({"in_channels": 3}, {}, "data.channels=1 and model.in_channels=3"),
             ({}, {"num_steps": 21}, "samples.num_steps=21 is above model.diffusion_steps=20"),
             ({"timestep_respacing": "5"}, {}, "samples.num_steps=10 and model.timestep_respacing=5"),
-            ({}, {"guidance_scale": 2.0}, "write samples.guidance_scale=1, or model.class_cond=true model.class_dropout_prob"),
+            ({}, {"guidance_scale": 2.0}, "write samples.guidance_scale=1, or model.class_cond=true model.class_drop"),
             ({}, {"labels": [1]}, "model.class_cond is false")):
         found = conflicts(model, samples)
         assert len(found) == 1 and words in found[0]

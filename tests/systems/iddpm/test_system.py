@@ -193,7 +193,7 @@ def test_requests_that_do_not_fit():
     nets = random(system)
     for request, words in ((Request(seeds, sampler="euler"), "none of dpm.*, ddpm, ddim"),
                            (Request(seeds, num_steps=21), "21 is not between 1 and the 20"),
-                           (Request(seeds, num_steps=5, guidance_scale=2.0), "no null label; .* guidance_scale 1, or train with")):
+                           (Request(seeds, num_steps=5, guidance_scale=2.0), "no null label; .*_scale 1, or train with")):
         with pytest.raises(ValueError, match=words):
             system.sample(nets, request)
     with pytest.raises(ValueError, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):

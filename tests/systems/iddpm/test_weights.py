@@ -85,8 +85,8 @@ def test_a_null_label_is_added():
     torch.testing.assert_close(table, torch.cat((before, before.mean(dim=0, keepdim=True))))
     assert len(notes) == 2 and "the 7 rows in the file are taken for the labels; the null row is their mean" in notes[0]
     again, notes = fit_labels(guided(7), table)
-    assert again is table and len(notes) == 2 and notes[0].endswith("the last of the 8 rows in the file is taken for the "
-                                                                    "null label")
+    assert again is table and len(notes) == 2
+    assert notes[0].endswith("the last of the 8 rows in the file is taken for the null label")
     back, notes = fit_labels(build(class_cond=True, num_classes=7), table)
     assert torch.equal(back, before) and notes[0].endswith("taken for the null label, and left out")
     fewer, notes = fit_labels(guided(4), table)
