@@ -16,8 +16,8 @@ def main() -> int:
     chosen = [case for case in known if options.part in (None, case.part) and _named(case.name, options.only, known)]
     if options.case:
         (case,) = [case for case in known if case.name == options.case]
-        from dstrain.engine.start import start
-        return kit.run_case(case, options.record, options.dry_run, options.out, start)
+        from dstrain.engine.start import import_deepspeed
+        return kit.run_case(case, options.record, options.dry_run, options.out, import_deepspeed)
     in_reach = [case.name for case in known if options.part in (None, case.part)]
     for word in options.only.split(",") if options.only else ():
         if not any(_named(name, word, known) for name in in_reach):

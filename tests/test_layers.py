@@ -34,7 +34,7 @@ RULES = {
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics", "track.machine"),
-    "bench": (*GROUND, "engine", "systems", "systems.base", "command", "track", "train"),       # times train's own step
+    "bench": (*GROUND, "data.batches", "engine", "systems", "systems.base", "command", "track", "train"),    # times train
     "costs": (*GROUND, "engine", "systems", "systems.base", "track.flops", "train", "bench.sides"),   # counts it
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +121,22 @@ def no_reads(record: Record, system: str, precision: str, stages: tuple[int, ...
                 trial.steps(HALF, HALF + 1)
             record.row(f"stage {stage}: host reads a step", reads.count, at_most=0, here=not record.dry)
             if group.device().type == "cuda":
-                with _errors_on_sync(), waits() as counts:
+                with _on_sync("error"), waits() as counts:
                     trial.steps(HALF + 1, 2 * HALF)
                 record.row(f"stage {stage}: steps without a read that torch reports", HALF - 1, at_least=HALF - 1)
                 record.detail(f"stage {stage}: who waited", dict(counts))
-                # At stage 3 DeepSpeed itself awaits its streams, as often as it gathers a weight: a figure, no target.
+                # At stage 3 DeepSpeed awaits an empty stream for weights that one GPU need not gather: no target.
                 record.row(f"stage {stage}: host waits in {HALF - 1} steps, but for late reads",
                            unexpected(counts, len(trial.system.parts) * (HALF - 1)),
                            at_most=0 if stage < 3 else None)
 
 
 def _begin(deterministic: bool = True) -> None:
-    """Sums in a fixed order, so that a resumed run can have the same bits, and no TF32."""
+    """Sums in a fixed order, so that a resumed run can have the same bits, and no TF32. Attention keeps to an order only
+    where torch raises an error for what has none.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
     start()
@@ -143,7 +145,7 @@ def _begin(deterministic: bool = True) -> None:
 def _differ(ours: State, theirs: State) -> int:
     """Elements that are not the same bits, NaN included."""
     assert ours.keys() == theirs.keys()
-    return sum(int((~(ours[name] == theirs[name])).sum()) for name in ours)
+    return sum(int((~(ours[name].cpu() == theirs[name].cpu())).sum()) for name in ours)
 
 
 class _Averages:
@@ -182,8 +184,8 @@ class _Reads(TorchDispatchMode):
 
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
-    """Counts by caller how often the host waits for the device, a stream or an event. torch's debug mode reports values
-    that are read, and none of these.
+    """Counts by caller how often the host waits for the device, a stream or an event; torch's debug mode, which would
+    end the step at some of them, does not see these.
     """
     counts: Counter[str] = Counter()
 
@@ -193,7 +195,8 @@ def waits() -> Iterator[Counter[str]]:
             if caller.f_globals["__name__"].startswith("deepspeed.accelerator."):        # who calls it is of interest
                 caller = caller.f_back
             counts[f"{caller.f_globals['__name__']}.{caller.f_code.co_qualname}"] += 1
-            return wait(*args, **kwargs)
+            with _on_sync("default") if torch.cuda.is_available() else nullcontext():
+                return wait(*args, **kwargs)
         return noted
 
     originals = {owner: owner.synchronize for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event)}
@@ -212,9 +215,10 @@ def unexpected(counts: Counter[str], late: int) -> int:
 
 
 @contextmanager
-def _errors_on_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+def _on_sync(mode: str) -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(before)

@@ -31,6 +31,8 @@ SYSTEMS = {
                                   "model.beginnings=[]", "samples.sampler=null"]),
     "prior": ("prior-small", ["optimizer.name=adamw", "optimizer.lr=1e-3", "model.dropout=0"]),
 }
+# A quantizer that rounds is followed in no other precision; its steps must not wait either.
+STEPPED = SYSTEMS | {"dvae fsq": ("dvae-small", ["optimizer.name=adamw"])}
 _SMALL = ["batch.global=8", "optimizer.warmup=0", "every.sample=0", "every.evaluate=0"]
 
 # Published recipes: how they are freed of their data, and how small a dry run makes them.
@@ -58,7 +60,7 @@ def root() -> Path:
 
 
 def small(system: str, overrides: Sequence[str] = ()) -> Run:
-    recipe, own = SYSTEMS[system]
+    recipe, own = STEPPED[system]
     return cli.load_recipe(Path(f"launch/recipes/{recipe}.yaml"), root(), [*own, *_SMALL, *overrides])
 
 

@@ -39,8 +39,11 @@ class Case:
     alone: bool = True                       # what is timed has the machine to itself
 
 
-def run_case(case: Case, record: Path, dry: bool, out: Path, load: Callable[[], None] = lambda: None) -> int:
-    """In the case's own process: loads, waits for a line, does the work; 1 if it raised, or if nobody waits for it."""
+def run_case(case: Case, record: Path, dry: bool, out: Path, load: Callable[[], Any] = lambda: None) -> int:
+    """In the case's own process: loads, waits for a line, does the work; 1 if it raised, or if nobody waits for it.
+
+    `load` must leave the GPU alone: another case is timed meanwhile.
+    """
     try:
         load()
         if not sys.stdin.readline():

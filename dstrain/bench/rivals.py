@@ -10,6 +10,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -83,11 +84,9 @@ def _average(averages: list[tuple[float, dict[str, Tensor]]], network: nn.Module
 
 def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Rival:
     import deepspeed
-    from torch.utils.cpp_extension import CUDA_HOME
     part, network = _network(run, system)
     _compile(run, system, network)
-    # DeepSpeed compiles its own AdamW, in 40 s on a CPU, and with nvcc for a GPU: else torch's stands in for it.
-    own = {} if torch.cuda.is_available() and CUDA_HOME else {"torch_adam": True}
+    own = {} if _compiles_adamw() else {"torch_adam": True}
     config = {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation,
               "gradient_clipping": run.optimizer.clip, "steps_per_print": 10 ** 9,
               "optimizer": {"type": "AdamW", "params": own | {
@@ -107,6 +106,21 @@ def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated
         _average(averages, engine.module)
 
     return Rival(engine.module, step)
+
+
+def _compiles_adamw() -> bool:
+    """Whether DeepSpeed's own AdamW is to be had: nvcc compiles it for a GPU. On a CPU it takes 40 s, and torch's is as
+    good.
+    """
+    if not torch.cuda.is_available():
+        return False
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:               # no nvcc, or headers that it lacks
+        print(f"stock: torch's AdamW, since DeepSpeed's cannot be compiled here: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Rival:

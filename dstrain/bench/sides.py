@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
+from dstrain.data.batches import placed
 from dstrain.engine.blocks import compiles, prepare
 from dstrain.engine.ema import EmaShadow
 from dstrain.engine.engines import Engines
@@ -33,7 +34,7 @@ class Repeated:
 
     def __init__(self, system: System, micro: int, accumulation: int, count: int = 1):
         device = group.device()
-        rows = {name: values.to(device) for name, values in system.synthetic(micro * count).items()}
+        rows = placed(system.synthetic(micro * count), device)
         rows["position"] = torch.arange(micro * count, device=device) % micro
         self.micro, self.accumulation = micro, accumulation
         self.batches: list[Batch] = [{name: values[start: start + micro] for name, values in rows.items()}

@@ -91,7 +91,7 @@ class LossSecondMomentSampler(TimestepSampler):
             cumulative = torch.from_numpy(self._p).cumsum(dim=0)          # three times as fast as numpy's
         else:                                     # in integers: a GPU scans floats in no fixed order
             cumulative = (self._p * 2.0 ** 52).long().cumsum(dim=0).double() * 2.0 ** -52
-        cumulative[-1] = torch.inf                                        # rounding may leave the last one below 1
+        cumulative[-1:] = torch.inf                                       # rounding may leave the last one below 1
         self._cumulative: Array = cumulative.numpy() if on_host else cumulative
         self._guide: np.ndarray | None = None                             # made by the first large draw
 
@@ -160,7 +160,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._history[nth % length, torch.where(late, t, unused)] = losses
         self._history[:, unused] = 0
         self._seen += counts
-        self._seen[unused] = 0
+        self._seen[unused:] = 0                   # with a number as index, a GPU would be waited for
 
     def _move(self, device: torch.device) -> None:
         if self._history.device != device:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dstrain.encoders.autoencoder import fingerprint
 from dstrain.encoders.frozen import Frozen, loading
+from dstrain.ranks.group import to_device
 from dstrain.recipe import ConfigError
 
 
@@ -71,13 +72,6 @@ class TextEncoder(Frozen):
             weights = mask[..., None].float()
             embed = (encodings * weights).sum(1) / weights.sum(1).clamp(min=1)
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
-    if values.device.type == "cpu" and device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=device.type == "cuda")
 
 
 def captions_of(packed: Tensor) -> list[str]:

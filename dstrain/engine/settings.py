@@ -100,9 +100,11 @@ def sums_aside(settings: Settings) -> bool:
 
 def for_deepspeed(settings: Settings) -> Settings:
     """The settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves to it;
-    grad_accum_dtype is left out where accumulation.py does that work.
+    grad_accum_dtype is left out where accumulation.py does that work. Its own clock, which waits for the GPU twice a
+    micro-batch, stands still unless the JSON asks for it: track/throughput.py measures.
     """
     own = copy.deepcopy(settings)
+    own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     own.get("zero_optimization", {}).pop("compute_grad_norm", None)
     own.get("bf16", {}).pop("check_grad_overflow", None)
     if sums_aside(own):

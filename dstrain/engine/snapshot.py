@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,12 +43,26 @@ class Snapshot:
         for part, live in entries.items():
             counts = [len(values) for _, _, values in live]
             if part not in self._buffers:
-                self._buffers[part] = _host_buffer(sum(counts))
+                self._buffers[part] = self._host_buffer(sum(counts))
             copies[part] = [(kind, fragment, target.copy_(values, non_blocking=True))
                             for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
+
+    def _host_buffer(self, numel: int) -> Tensor:
+        """(numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's full
+        rate. torch's own pinned allocator would round the size up to a power of two.
+        """
+        buffer = torch.empty(numel, dtype=torch.float32)
+        if torch.cuda.is_available() and numel:
+            runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
+            if int(runtime.cudaHostRegister(begin, 4 * numel, 0)):
+                with suppress(RuntimeError):                      # clears the error, else the next kernel raises it
+                    torch.zeros(1, device="cuda")
+            else:                            # before the memory is given back, which another copy may then be given
+                weakref.finalize(self, runtime.cudaHostUnregister, begin).atexit = False
+        return buffer
 
 
 def available_memory() -> int:
@@ -65,16 +80,3 @@ def available_memory() -> int:
     except (OSError, ValueError, KeyError):                       # no container, or one of cgroups version 1
         pass
     return free
-
-
-def _host_buffer(numel: int) -> Tensor:
-    """(numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's full rate.
-
-    torch's own pinned allocator would round the size up to a power of two.
-    """
-    buffer = torch.empty(numel, dtype=torch.float32)
-    if torch.cuda.is_available() and numel:
-        if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 4 * numel, 0)):
-            with suppress(RuntimeError):                          # clears the error, else the next kernel raises it
-                torch.zeros(1, device="cuda")
-    return buffer

@@ -56,6 +56,15 @@ class Flag:
         return self._applied
 
 
+class _Followed(torch.cuda.Stream):
+    """A stream for ZeRO-3's reductions, which its host awaits at the end of a backward pass: it is enough that what
+    follows on the device waits for them.
+    """
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().wait_stream(self)
+
+
 class Updates:
     """The steps of one engine; masters.py adds what is known of its weights."""
 
@@ -70,7 +79,9 @@ class Updates:
             engine.clip_fp32_gradients = lambda: None
         elif self._lean:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
-            if self.stage < 3 and self._zero.overlap_comm:
+            if self.stage == 3 and torch.cuda.is_available():
+                self._zero.reduce_and_partition_stream = _Followed()
+            elif self.stage < 3 and self._zero.overlap_comm:
                 self._zero.independent_gradient_partition_epilogue = partial(
                     self._end_backward, self._zero.independent_gradient_partition_epilogue)
         if self._searches_scale:
@@ -86,7 +97,8 @@ class Updates:
         self.settle()
         if self._plain:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._check([weight.grad for weight in self.engine.module.parameters() if weight.grad is not None], None)
+            self._check([_norms(weight.grad) for weight in self.engine.module.parameters() if weight.grad is not None],
+                        None)
         if self._plain and not self._lean and not self._norm.isfinite().item():
             self._skip()
         else:
@@ -113,10 +125,12 @@ class Updates:
             self.settle()
 
     @torch.no_grad()
-    def _check(self, gradients: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """The norm of gradients that lie on `ranks` (None: each rank has all), and what the optimizer makes of it."""
+    def _check(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+        """The norm of gradients, of whose pieces a rank has the `norms`, that lie on `ranks` (None: each rank has all),
+        and what the optimizer makes of it.
+        """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
-        norm = torch.linalg.vector_norm(torch.cat([_norms(gradient) for gradient in gradients]))
+        norm = torch.linalg.vector_norm(torch.cat(list(norms)))
         if ranks is not None and dist.get_world_size(ranks) > 1:
             square = norm.square()
             dist.all_reduce(square, group=ranks)
@@ -145,15 +159,23 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks."""
-        zero = self._zero
+        """In place of DeepSpeed's step at stages 1 and 2: the same, but for the checks, and for a second copy."""
+        zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
             flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
-            master.grad = (zero.flatten(zero.averaged_gradients[number]) if flat is None else flat).to(master.dtype)
+            pieces = [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
+            if flat is None:
+                flat = torch.empty_like(master)
+                torch._foreach_copy_(flat.split([piece.numel() for piece in pieces]), pieces)
+            # A GPU takes all pieces at once, and reads half the bytes where they are of 16 bits.
+            norms.append(torch.stack(torch._foreach_norm(pieces, dtype=torch.float32)) if flat.is_cuda else
+                         _norms(flat))
+            master.grad = flat.to(master.dtype)
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
-        self._check([master.grad for master in masters], zero.dp_process_group)
+            del pieces, flat
+        self._check(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -167,7 +189,7 @@ class Updates:
         zero = self._zero
         zero._pre_step()
         zero._partition_all_parameters()
-        self._check([zero.grad_partitions_flat_buffer], zero.dp_process_group)
+        self._check([_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())

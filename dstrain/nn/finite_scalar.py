@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import Quantized
 from dstrain.nn.quantize import wide
+from dstrain.ranks.group import to_device
 from dstrain.recipe import ConfigError
 
 _MARGIN = 1e-3                                    # share by which the bound exceeds the outermost levels, as published
@@ -54,7 +55,7 @@ def bounded(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
     shift = [math.atanh(by / most) for by, most in zip(offset, half)]
-    half, offset, shift = (z.new_tensor(values) for values in (half, offset, shift))
+    half, offset, shift = (to_device(torch.tensor(values, dtype=z.dtype), z.device) for values in (half, offset, shift))
     return half * torch.tanh(z + shift) - offset
 
 
@@ -63,19 +64,19 @@ def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
     NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
     """
-    places = z.nan_to_num().round().long() + z.new_tensor([size // 2 for size in levels], dtype=torch.int64)
+    places = z.nan_to_num().round().long() + _middles(levels, z.device)
     return (places * _strides(levels, z.device)).sum(-1)
 
 
 def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
     """The integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
-    sizes = torch.tensor(levels, device=tokens.device)
+    sizes = to_device(torch.tensor(levels), tokens.device)
     return ((tokens[..., None] // _strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
 def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
-    return rounded / rounded.new_tensor([size // 2 for size in levels])
+    return rounded / _middles(levels, rounded.device)
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
@@ -90,5 +91,9 @@ def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> Non
                           f"{key}={math.prod(levels)}, or other levels")
 
 
+def _middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    return to_device(torch.tensor([size // 2 for size in levels]), device)
+
+
 def _strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([math.prod(levels[:number]) for number in range(len(levels))], device=device)
+    return to_device(torch.tensor([math.prod(levels[:number]) for number in range(len(levels))]), device)

@@ -48,6 +48,13 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. The host does not wait for work that the device has yet to do."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=device.type == "cuda")
+
+
 def barrier() -> None:
     """Waits for all ranks, and not for the work on their GPUs."""
     if world() > 1:

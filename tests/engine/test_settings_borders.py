@@ -185,6 +185,16 @@ def test_the_norm_that_deepspeed_insists_on(stage):
     assert "zero_optimization" not in settings.for_deepspeed(resolved({}))
 
 
+def test_deepspeeds_clock_stands_still():
+    """Oracle: its utils/timer.py, whose clock waits for the GPU where it is enabled; a JSON that asks for it gets it."""
+    from deepspeed.utils.config import get_timers_config
+    for section, runs in ((None, False), ({}, False), ({"throughput": {}}, False),
+                          ({"throughput": {"enabled": True, "synchronized": False}}, True)):
+        config = resolved(zero(1) if section is None else {**zero(1), "timers": section})
+        clock = get_timers_config(settings.for_deepspeed(config))
+        assert clock.enabled == runs and (clock.synchronized or runs)
+
+
 def test_machines_of_two_and_ranks_that_are_odd():
     """Oracle: divisibility: 3 ranks are no pairs; one rank, or nothing said, fits any number."""
     for world, fits in ((3, False), (2, True), (1, True)):

@@ -1,0 +1,57 @@
+"""Run by test_gpu.py on the GPU that computes nothing: what the kit asks of steps, saves and resumed runs; as JSON."""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.bench import correct, jobs, report
+from dstrain.engine.fragments import Fragment
+from dstrain.engine.snapshot import Snapshot
+
+KNOWN_WAITS = {"a value that is read": lambda ones: ones.sum().item(), "an upload": lambda ones: torch.tensor(1.0).to(ones),
+               "a stream": lambda ones: torch.cuda.current_stream().synchronize()}
+
+
+def rows_of(folder: Path, work: Any, *words: Any) -> dict[str, Any]:
+    """The rows of one case of the kit: what, value, whether it meets its target."""
+    record = report.Record(folder / f"{work.__name__}-{words[0]}", False, folder)
+    work(record, *words)
+    return {row.what: (row.value, row.ok) for row in report.read(folder / f"{work.__name__}-{words[0]}")[0]}
+
+
+def unseen_waits() -> list[str]:
+    """Those of KNOWN_WAITS that torch's debug mode does not report."""
+    ones, unseen = torch.ones(4, device="cuda"), []
+    for name, wait in KNOWN_WAITS.items():
+        with suppress(RuntimeError), correct._on_sync("error"):
+            wait(ones)
+            unseen.append(name)
+    return unseen
+
+
+def left_registered() -> tuple[int, int]:
+    """What CUDA says when the memory of a snapshot is given back: of one in use (0), and of one that is gone (713)."""
+    answers = []
+    for gone in (False, True):
+        snapshot = Snapshot()
+        (copied,) = snapshot.take({"part": [("master", Fragment("w", (8,), 0, 8), torch.ones(8, device="cuda"))]})["part"]
+        begin = copied[2].data_ptr()
+        if gone:
+            del snapshot
+        answers.append(int(torch.cuda.cudart().cudaHostUnregister(begin)))
+    return tuple(answers)
+
+
+def main(folder: Path) -> None:
+    steps = {system: rows_of(folder, correct.no_reads, system, "bf16", (1, 3)) for system in jobs.STEPPED}
+    # IDDPM's timesteps have a state of their own; the tokenizer has two networks.
+    saves = {system: rows_of(folder, correct.check, system, "bf16", (1,), False) for system in ("iddpm", "tokenizer")}
+    (folder / "found.json").write_text(json.dumps({"steps": steps, "saves": saves, "unseen": unseen_waits(),
+                                                   "registered": left_registered()}))
+
+
+main(Path(sys.argv[1]))

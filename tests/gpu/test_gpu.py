@@ -1,0 +1,49 @@
+"""Training on a GPU that computes nothing (build.py): what torch itself reports where a host waits or devices differ."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dstrain.bench import jobs
+from tests.gpu.build import missing
+from tests.support.launch import ROOT, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    done = subprocess.run([sys.executable, "-m", "tests.gpu", "tests/gpu/check_gpu.py", folder], cwd=ROOT, text=True,
+                          capture_output=True, timeout=900, env=environment(HOME=str(folder)))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_waits_are_reported(found):
+    """Oracle: waits made by hand, of each kind that torch's debug mode is to report: without them nothing is shown."""
+    assert found["unseen"] == []
+
+
+@pytest.mark.parametrize("system", jobs.STEPPED)
+def test_no_step_waits(found, system):
+    """Oracle: torch's debug mode for synchronization, which raises; and a count of waits that it does not see."""
+    rows = found["steps"][system]
+    assert len(rows) == 6 and all(ok is not False for _, ok in rows.values()), rows
+    assert {what: value for what, (value, _) in rows.items() if "host reads" in what} == {
+        "stage 1: host reads a step": 0, "stage 3: host reads a step": 0}
+
+
+@pytest.mark.parametrize("system", ["iddpm", "tokenizer"])
+def test_saved_and_resumed(found, system):
+    """Oracle: a copy of all values at the save; every tensor lies where torch can use it, and copies are page-locked."""
+    rows = found["saves"][system]
+    assert rows["stage 1: page-locked copies"] == [1, True]
+    assert len(rows) == 10 and all(ok for _, ok in rows.values()), rows
+
+
+def test_page_locked_memory_is_given_back(found):
+    """Oracle: CUDA's codes: 0 for memory that is registered, 713 for memory that is not, here since its owner is gone."""
+    assert found["registered"] == [0, 713]
