@@ -94,6 +94,8 @@ def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
         system = systems.build(run.system, run.model)
         with Live() if watches else nullcontext() as live:
             measured, engines, ema = step.measure(run, settings, system, Engines)
+        group.barrier()               # a thread of gloo may hold the tensor of the last exchange a moment longer
+        gc.collect()
         own = asdict(measured) | ({"live": live.peak, "still": live.now} if live else {})
         if stage in (1, 3):
             path = folder / f"{world} {case} {stage}"

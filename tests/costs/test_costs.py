@@ -46,7 +46,7 @@ def test_peak(figures, name):
     """Oracle: the most bytes that are alive in the real command."""
     real, counted = figures[name]
     peak = max(sum(counted[when].values()) for when in ("passes", "update"))
-    assert peak == pytest.approx(real["live"], rel=0.04 if "phenaki" in name else 0.03)
+    assert peak == pytest.approx(real["live"], rel=0.05 if "phenaki" in name else 0.03)
 
 
 @pytest.mark.parametrize("name", ALL)

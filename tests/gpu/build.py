@@ -47,7 +47,7 @@ def build(folder: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
     # Without torch's cache of memory, what no kernel has written is zero.
     return {"LD_PRELOAD": str(folder / "runtime.so"), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": path,
-            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cuda"}
 
 
 def _compile(library: Path, source: str, names: set[str], *options: str) -> None:
