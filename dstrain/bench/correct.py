@@ -132,8 +132,8 @@ def no_reads(record: Record, system: str, precision: str, stages: tuple[int, ...
 
 
 def _begin(deterministic: bool = True) -> None:
-    """Sums in a fixed order, so that a resumed run can have the same bits, and no TF32. Attention keeps to an order only
-    where torch raises an error for what has none.
+    """Sums in a fixed order, so that a resumed run can have the same bits, and no TF32. Attention keeps to one only
+    where torch is told to raise an error for what has none.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
