@@ -4,6 +4,9 @@ for an H100. It shows no value and no speed.
 
     python -m tests.gpu launch/gpu.py --part 1           # any command of Python on it
 
+GPU_GIB=140 gives it another size than 80 GiB. With GPU_CACHED=1 torch caches its memory as on a GPU, so that peaks are a
+GPU's, and values are what the memory held.
+
 It stands in for the CUDA libraries of the torch that is installed: runtime.c and driver.c answer what must be answered,
 and every other function that torch calls returns success. It needs gcc, and torch's build for CUDA 13.
 """
@@ -46,8 +49,9 @@ def build(folder: Path) -> dict[str, str]:
     _compile(folder / "libcuda.so.1", "driver.c", driver, "-Wl,-soname,libcuda.so.1")
     path = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
     # Without torch's cache of memory, what no kernel has written is zero.
-    return {"LD_PRELOAD": str(folder / "runtime.so"), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": path,
-            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cuda"}
+    uncached = {} if os.environ.get("GPU_CACHED") == "1" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return uncached | {"LD_PRELOAD": str(folder / "runtime.so"), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": path,
+                       "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cuda"}
 
 
 def _compile(library: Path, source: str, names: set[str], *options: str) -> None:
