@@ -148,7 +148,9 @@ def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
         require_regular(file)
     # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
     source = f"file:{file}" if isinstance(file, Path) else io.BytesIO(file)
-    with av.open(source, container_options=_OPTIONS, metadata_errors="replace") as container:
+    # Before its release 19 PyAV raises an error for titles that are no UTF-8.
+    lenient = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    with av.open(source, container_options=_OPTIONS, **lenient) as container:
         covers = av.stream.Disposition.attached_pic
         stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
         if stream is None or stream.codec_context is None:

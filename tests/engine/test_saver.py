@@ -119,7 +119,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
     """Oracle: what the system refuses: the step is saved before save comes back, and nothing waits for ever."""
     trial = Trial(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "_host_buffer", lambda numel: torch.empty(1 << 60))
+        patched.setattr(snapshot.Snapshot, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
         trial.save(1)
     assert trial.saver.newest == 1 and "no memory for a copy" in trial.reports[0]
     with monkeypatch.context() as patched:
