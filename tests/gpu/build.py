@@ -13,6 +13,7 @@ and every other function that torch calls returns success. It needs gcc, and tor
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +32,8 @@ _INCLUDED = (_PACKAGES / "nvidia/cu13/include", _PACKAGES / "triton/backends/nvi
 
 def missing() -> str | None:
     """Why it cannot be built here; None where it can."""
+    if not (shutil.which("gcc") and shutil.which("nm")):
+        return "gcc and nm are needed: install gcc"
     if torch.version.cuda is None or not torch.version.cuda.startswith("13."):
         return f"this torch is built for CUDA {torch.version.cuda}, and not for 13"
     return next((f"{folder} is not there" for folder in _INCLUDED if not folder.exists()), None)
@@ -65,7 +68,9 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
 
 
 def main(words: list[str]) -> None:
-    """Goes on as that command, with the libraries in the folder of compiled extensions."""
+    """Goes on as that command of Python, with both libraries in a folder of the user's cache."""
+    if not words:
+        raise SystemExit("tests.gpu: give a command, such as launch/gpu.py --part 1")
     if reason := missing():
         raise SystemExit(f"tests.gpu: {reason}")
     folder = Path.home() / ".cache" / "dstrain-tests-gpu"
