@@ -118,7 +118,7 @@ def _compiles_adamw() -> bool:
     try:
         FusedAdamBuilder().load(verbose=False)
     except Exception as error:               # no nvcc, or headers that it lacks
-        print(f"stock: torch's AdamW, since DeepSpeed's cannot be compiled here: {error}", file=sys.stderr)
+        print(f"stock: torch's AdamW, since DeepSpeed's cannot be compiled here: {str(error)[:100]}", file=sys.stderr)
         return False
     return True
 
