@@ -85,8 +85,8 @@ def _ablation() -> Iterator[Case]:
     yield case(6, "zero1.json as shipped")
     for stage in (0, 2, 3):
         yield case(6, f"stage {stage}", stage=stage)
-    for name, zero in _ZERO.items():
-        yield case(6, f"{name}={next(iter(zero.values()))}", zero=zero)
+    for name, zero in _ZERO.items():                      # at stages 1 and 2 one rank has no buckets
+        yield case(6, f"stage 3, {name}={next(iter(zero.values()))}", stage=3, zero=zero)
     yield case(6, "fp16", precision="fp16")
 
 
@@ -118,7 +118,7 @@ def _others() -> Iterator[Case]:
     for name, batch in (("IDDPM-64", 128), ("VAE f8", 24), ("C-ViViT", 32), ("MaskGit", 64), ("prior", 1024)):
         yield Case(name, 7, speed.beside, {"recipe": name, "batch": batch, "sides": ("dstrain", "plain"), "targets": {
             "dstrain / plain": {"at_least": 0.98}, "dstrain: idle share": {"at_most": 0.015}}}, 150)
-    # torch's norms of groups of channels give NCHW on a GPU: whether NHWC gains is to be measured.
+    # By its sources, torch's GroupNorm gives NCHW on a GPU: whether NHWC gains is to be measured.
     yield Case("IDDPM-64 in NCHW", 7, speed.beside, {"recipe": "IDDPM-64", "batch": 128, "sides": ("dstrain",),
                                                      "overrides": ("channels_last=false",)}, 100)
 

@@ -265,6 +265,9 @@ def _sizes(settings: Settings) -> Iterator[str]:
         if isinstance(value, (int, float)) and not least <= value <= most:
             yield (f'"zero_optimization.{key}" is {json.dumps(value)[:40]}: it is a number of elements, write '
                    f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say")
+    timers = settings.get("timers", {})
+    if not isinstance(timers, dict) or not isinstance(timers.get("throughput", {}), dict):
+        yield '"timers" is no object with objects in it: write {"throughput": {"enabled": true}}, or remove it'
     if isinstance(printed := settings["steps_per_print"], (int, float)) and printed < 1:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'
 

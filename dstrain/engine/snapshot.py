@@ -3,8 +3,10 @@
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,12 +59,19 @@ class Snapshot:
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
             runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
-            if int(runtime.cudaHostRegister(begin, 4 * numel, 0)):
-                with suppress(RuntimeError):                      # clears the error, else the next kernel raises it
-                    torch.zeros(1, device="cuda")
-            else:                            # before the memory is given back, which another copy may then be given
-                weakref.finalize(self, runtime.cudaHostUnregister, begin).atexit = False
+            if _done(runtime.cudaHostRegister, begin, 4 * numel, 0):
+                # Before the memory is given back, which another copy may then be given.
+                weakref.finalize(self, _done, runtime.cudaHostUnregister, begin).atexit = False
         return buffer
+
+
+def _done(call: Callable[..., Any], *arguments: int) -> bool:
+    """Whether CUDA has done what it was asked for. Its error is cleared, else the next kernel would raise it."""
+    failed = int(call(*arguments))
+    if failed:
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return not failed
 
 
 def available_memory() -> int:

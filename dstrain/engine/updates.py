@@ -14,7 +14,7 @@ Like masters.py, this file reaches behind DeepSpeed's public interface.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Updates:
             self._zero.step = self._step_stage3 if self.stage == 3 else self._step_stage12
             if self._alone:
                 self._reduce_nothing()
-            elif self.stage == 3 and torch.cuda.is_available():
+            elif self.stage == 3 and engine.zero_overlap_comm() and torch.cuda.is_available():
                 self._zero.reduce_and_partition_stream = _Followed()
             elif self.stage < 3 and self._zero.overlap_comm:
                 self._zero.independent_gradient_partition_epilogue = partial(
@@ -128,8 +128,10 @@ class Updates:
 
     @torch.no_grad()
     def _check(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """The norm of gradients, of whose pieces a rank has the `norms`, that lie on `ranks` (None: each rank has all),
-        and what the optimizer makes of it.
+        """The norm of all gradients, and what the optimizer makes of it.
+
+        norms   of the pieces that this rank has.
+        ranks   those that have the other pieces; None: each rank has all.
         """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
         norm = torch.linalg.vector_norm(torch.cat(list(norms)))
@@ -144,12 +146,14 @@ class Updates:
             factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
-    @property
+    @cached_property
     def _alone(self) -> bool:
-        """Whether gradients stay where the backward pass leaves them: on one rank, and not summed in another type."""
+        """Whether gradients stay where the backward pass leaves them: on one rank, neither summed nor rounded in
+        another type.
+        """
         zero = self._zero
         return (0 < self.stage < 3 and dist.get_world_size(zero.dp_process_group) == 1
-                and not zero.use_grad_accum_attribute
+                and zero.communication_data_type == zero.dtype and not zero.use_grad_accum_attribute
                 and not any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups)))))
 
     def _reduce_nothing(self) -> None:

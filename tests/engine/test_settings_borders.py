@@ -193,6 +193,8 @@ def test_deepspeeds_clock_stands_still():
         config = resolved(zero(1) if section is None else {**zero(1), "timers": section})
         clock = get_timers_config(settings.for_deepspeed(config))
         assert clock.enabled == runs and (clock.synchronized or runs)
+    for section in ("x", None, {"throughput": None}, {"throughput": True}):
+        assert "\"timers\" is no object" in faults({**zero(1), "timers": section})
 
 
 def test_machines_of_two_and_ranks_that_are_odd():

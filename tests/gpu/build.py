@@ -62,15 +62,17 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
     answered = set(re.findall(r"^(?:static )?[\w ]+[ *](\w+)\(", text, re.MULTILINE))
     stubs = "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(names - answered))
     major, minor = torch.version.cuda.split(".")[:2]
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-o", library, *options,
+    whole = library.with_suffix(f".{os.getpid()}")        # other processes may start with the one that is there
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-o", whole, *options,
                     f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}", *(f"-I{folder}" for folder in _INCLUDED)],
                    input=text + stubs, text=True, check=True)
+    whole.replace(library)
 
 
 def main(words: list[str]) -> None:
     """Goes on as that command of Python, with both libraries in a folder of the user's cache."""
-    if not words:
-        raise SystemExit("tests.gpu: give a command, such as launch/gpu.py --part 1")
+    if not words or not Path(words[0]).exists() and not words[0].startswith("-"):
+        raise SystemExit("tests.gpu: give a command of Python, such as launch/gpu.py --part 1; it is one GPU, of one rank")
     if reason := missing():
         raise SystemExit(f"tests.gpu: {reason}")
     folder = Path.home() / ".cache" / "dstrain-tests-gpu"

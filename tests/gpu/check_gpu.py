@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dstrain.bench import correct, jobs, report
+from dstrain.engine import updates
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.snapshot import Snapshot
 
@@ -46,12 +47,23 @@ def left_registered() -> tuple[int, int]:
     return tuple(answers)
 
 
+def followed() -> bool:
+    """Whether the current stream waits for ZeRO-3's reductions where DeepSpeed would have the host wait."""
+    stream, waited, wait = updates._Followed(), [], torch.cuda.Stream.wait_stream
+    torch.cuda.Stream.wait_stream = lambda waiting, other: waited.append((waiting, other))
+    try:
+        stream.synchronize()
+    finally:
+        torch.cuda.Stream.wait_stream = wait
+    return waited == [(torch.cuda.current_stream(), stream)]
+
+
 def main(folder: Path) -> None:
     steps = {system: rows_of(folder, correct.no_reads, system, "bf16", (1, 3)) for system in jobs.STEPPED}
     # IDDPM's timesteps have a state of their own; the tokenizer has two networks.
     saves = {system: rows_of(folder, correct.check, system, "bf16", (1,), False) for system in ("iddpm", "tokenizer")}
     (folder / "found.json").write_text(json.dumps({"steps": steps, "saves": saves, "unseen": unseen_waits(),
-                                                   "registered": left_registered()}))
+                                                   "registered": left_registered(), "followed": followed()}))
 
 
 main(Path(sys.argv[1]))

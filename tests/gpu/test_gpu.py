@@ -44,6 +44,11 @@ def test_saved_and_resumed(found, system):
     assert len(rows) == 10 and all(ok for _, ok in rows.values()), rows
 
 
+def test_the_device_waits_for_reductions(found):
+    """Oracle: stage3.py of DeepSpeed, which reads the gradients after this wait, on the current stream."""
+    assert found["followed"]
+
+
 def test_page_locked_memory_is_given_back(found):
     """Oracle: CUDA's codes: 0 for memory that is registered, 713 for memory that is not, here since its owner is gone."""
     assert found["registered"] == [0, 713]
