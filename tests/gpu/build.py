@@ -4,7 +4,7 @@ for an H100. It shows no value and no speed.
 
     python -m tests.gpu launch/gpu.py --part 1           # any command of Python on it
 
-GPU_GIB=140 gives it another size than 80 GiB. With GPU_CACHED=1 torch caches its memory as on a GPU, so that peaks are a
+GPU_GIB=140 gives it another size than 80 GiB. With GPU_CACHED=1 torch caches its memory as on a GPU. Then peaks are a
 GPU's, and values are what the memory held.
 
 It stands in for the CUDA libraries of the torch that is installed: runtime.c and driver.c answer what must be answered,
@@ -72,7 +72,7 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
 def main(words: list[str]) -> None:
     """Goes on as that command of Python, with both libraries in a folder of the user's cache."""
     if not words or not Path(words[0]).exists() and not words[0].startswith("-"):
-        raise SystemExit("tests.gpu: give a command of Python, such as launch/gpu.py --part 1; it is one GPU, of one rank")
+        raise SystemExit("tests.gpu: give a command, such as launch/gpu.py --part 1; it is one GPU of one rank")
     if reason := missing():
         raise SystemExit(f"tests.gpu: {reason}")
     folder = Path.home() / ".cache" / "dstrain-tests-gpu"

@@ -13,7 +13,8 @@ from dstrain.engine import updates
 from dstrain.engine.fragments import Fragment
 from dstrain.engine.snapshot import Snapshot
 
-KNOWN_WAITS = {"a value that is read": lambda ones: ones.sum().item(), "an upload": lambda ones: torch.tensor(1.0).to(ones),
+KNOWN_WAITS = {"a value that is read": lambda ones: ones.sum().item(),
+               "an upload": lambda ones: torch.tensor(1.0).to(ones),
                "a stream": lambda ones: torch.cuda.current_stream().synchronize()}
 
 
@@ -39,8 +40,8 @@ def left_registered() -> tuple[int, int]:
     answers = []
     for gone in (False, True):
         snapshot = Snapshot()
-        (copied,) = snapshot.take({"part": [("master", Fragment("w", (8,), 0, 8), torch.ones(8, device="cuda"))]})["part"]
-        begin = copied[2].data_ptr()
+        live = ("master", Fragment("w", (8,), 0, 8), torch.ones(8, device="cuda"))
+        begin = snapshot.take({"part": [live]})["part"][0][2].data_ptr()
         if gone:
             del snapshot
         answers.append(int(torch.cuda.cudart().cudaHostUnregister(begin)))

@@ -1,4 +1,4 @@
-"""Training on a GPU that computes nothing (build.py): what torch itself reports where a host waits or devices differ."""
+"""Training on a GPU that computes nothing (build.py): torch itself reports where a host waits or devices differ."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_no_step_waits(found, system):
 
 @pytest.mark.parametrize("system", ["iddpm", "tokenizer"])
 def test_saved_and_resumed(found, system):
-    """Oracle: a copy of all values at the save; every tensor lies where torch can use it, and copies are page-locked."""
+    """Oracle: a copy of all values at the save; torch finds every tensor on its device, and copies are page-locked."""
     rows = found["saves"][system]
     assert rows["stage 1: page-locked copies"] == [1, True]
     assert len(rows) == 10 and all(ok for _, ok in rows.values()), rows
@@ -50,5 +50,5 @@ def test_the_device_waits_for_reductions(found):
 
 
 def test_page_locked_memory_is_given_back(found):
-    """Oracle: CUDA's codes: 0 for memory that is registered, 713 for memory that is not, here since its owner is gone."""
+    """Oracle: CUDA's codes: 0 for memory that is registered, 713 for memory that is not, since its owner is gone."""
     assert found["registered"] == [0, 713]
