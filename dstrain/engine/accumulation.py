@@ -1,12 +1,14 @@
-"""Gradients of 16 bits, summed in fp32 over the micro-batches of a step, at ZeRO stages 0 and 1.
+"""Gradients of 16 bits, summed in fp32 over the micro-batches of a step, at ZeRO stages 0 and 1, or on one rank.
 
 A 16-bit sum loses precision with each micro-batch. At stages 2 and 3 DeepSpeed's `data_types.grad_accum_dtype` prevents
 that: it adds each reduced gradient to a partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16
 it changes over to an optimizer with other checkpoints, so here the sum is held in fp32 beside the weights and handed to
-DeepSpeed on the last micro-batch, in the precision of the network, which is also that of the reduction.
+DeepSpeed on the last micro-batch, in the precision of the network, which is also that of the reduction. One rank
+reduces nothing: at stages 1 and 2 its gradients are summed where the optimizer takes them, and not rounded again.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +21,7 @@ class WideSums:
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._engine: Any = None
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(self._take)
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._take) for weight in weights]
 
     def attach(self, engine: Any) -> None:
         """Begins to sum: `engine` says which micro-batch is the last and reduces what it leaves in the weights."""
@@ -33,6 +34,12 @@ class WideSums:
             return reduce(*args, **kwargs)
 
         engine.allreduce_gradients = reduce_all
+
+    def detach(self) -> None:
+        """Leaves the gradients alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        del self._engine.allreduce_gradients, self._engine.wide_sums
 
     def held(self) -> Iterable[Tensor]:
         """The sums so far."""
@@ -48,3 +55,19 @@ class WideSums:
         else:
             self._sums[weight] = weight.grad.float() if total is None else total.add_(weight.grad)
             weight.grad = None
+
+
+def sum_into(master: Tensor, weights: Iterable[nn.Parameter]) -> None:
+    """From now on adds every gradient of `weights` to `master.grad`, where they lie flat, one behind the other."""
+
+    @torch.no_grad()
+    def add(start: int, weight: nn.Parameter) -> None:
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        master.grad[start: start + weight.numel()].add_(weight.grad.reshape(-1))
+        weight.grad = None
+
+    start = 0
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(partial(add, start))
+        start += weight.numel()

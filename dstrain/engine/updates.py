@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dstrain.engine.accumulation import sum_into
 from dstrain.ranks import group
-
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _ROW = 1 << 14              # elements in one sum of squares: on a CPU, a longer one in fp32 loses digits
@@ -153,8 +153,7 @@ class Updates:
         """
         zero = self._zero
         return (0 < self.stage < 3 and dist.get_world_size(zero.dp_process_group) == 1
-                and zero.communication_data_type == zero.dtype and not zero.use_grad_accum_attribute
-                and not any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups)))))
+                and zero.communication_data_type == zero.dtype and not zero.use_grad_accum_attribute)
 
     def _reduce_nothing(self) -> None:
         """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight."""
@@ -163,6 +162,12 @@ class Updates:
         self._zero._grad_acc_hooks.clear()
         self._zero.reduce_gradients = lambda **options: None                                        # stage 1
         self._zero.overlapping_partition_gradients_reduce_epilogue = lambda: None                   # stage 2
+        aside = getattr(self.engine, "wide_sums", None)
+        if aside:
+            aside.detach()
+        if aside or self._zero.gradient_accumulation_dtype != self._zero.dtype:
+            for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
+                sum_into(master, weights)
 
     def _gradients(self, number: int, master: Tensor) -> list[Tensor]:
         """What makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
@@ -170,6 +175,8 @@ class Updates:
         if not self._alone:
             flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
+        if master.grad is not None:                                      # fp32 sums, see `sum_into`
+            return [master.grad]
         pieces = [weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
                   for weight in zero.bit16_groups[number]]
         padding = master.numel() - sum(piece.numel() for piece in pieces)
@@ -221,7 +228,8 @@ class Updates:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         zero = self._zero
         zero._pre_step()
-        zero._partition_all_parameters()
+        if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
+            zero._partition_all_parameters()
         self._check([_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
@@ -244,6 +252,11 @@ class Updates:
                 weight.data = (share.reshape(-1)[:weight.ds_numel] if padded else share).reshape(weight.ds_shape)
                 weight.ds_status = ZeroParamStatus.AVAILABLE
         zero.invalidate_secondary_tensor()
+
+    @cached_property
+    def _scattered(self) -> list[Tensor]:
+        """The weights that stage 3 gathers where they are used; the others, small ones, stay whole on each rank."""
+        return [weight for weight in self.engine.module.parameters() if not weight.ds_persist]
 
     def _skip(self) -> None:
         """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""
