@@ -38,7 +38,8 @@ def test_the_script():
     for words in ("batch 8 in 1 micro-batches, clip 0,", "batch 8 in 1 micro-batches, clip 1,",
                   "batch 32 in 4 micro-batches, clip 0,", "batch 32 in 4 micro-batches, clip 1,"):
         assert words in text
-    assert text.count("wall time: ") + text.count("CPU time of all threads: ") == 4
+    assert text.count("wall time: ") + text.count("CPU time of all threads: ") == 5
+    assert text.count("EMA / copy of 130M weights: ") == 1
     assert text.count("pip install -e '.[bench]'" if available("accelerate") else "accelerate / plain ") == 4
 
 

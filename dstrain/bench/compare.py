@@ -1,5 +1,7 @@
 """A training step of dstrain beside a plain PyTorch loop and what others use, in one run; and the EMA beside a copy.
 
+The EMA is timed over the recipe's weights, which a CPU's cache may hold, and over so many that none does.
+
 The sides (sides.py, rivals.py) get the same synthetic batches, so that no loader is timed. They take turns, A B A B;
 the least and the median time of a step are reported. The clock is the wall's on a GPU and on a quiet machine; where
 other programs take cores, it is the CPU time of all threads, and the first line says so. The rivals are one process
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dstrain.bench.floors import ema_beside_copy
+from dstrain.bench.floors import Flats, ema_beside_copy
 from dstrain.bench.rivals import available, rivals
 from dstrain.bench.sides import DTYPES, Dstrain, Plain, Repeated, system_of
 from dstrain.bench.timing import Machine, Times, alternate, keep_memory
@@ -25,6 +27,7 @@ from dstrain.track.flops import matmul_rate, step_flops
 ROUNDS, STEPS, WARM_UP = 6, 8, 4             # steps of a round at accumulation 1, of as many micro-batches at others
 GRID = tuple((accumulation, clip) for accumulation in (1, 4) for clip in (0.0, 1.0))
 RIVALS = ("stock", "accelerate")
+WEIGHTS = 130_000_000                        # those of a DiT-B
 
 Figures = dict[str, float]
 
@@ -42,11 +45,16 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
                 for kind in ("least", "median")}
         own |= {f"{side} / plain": own[f"{side} least s"] / own["plain least s"] for side in times
                 if "plain" in times and side != "plain"}
-        own |= {"EMA / copy": averaging["EMA"].least(clock) / averaging["copy"].least(clock)} if averaging else {}
+        own["EMA / copy"] = _ratio(averaging, clock)
         figures.append(own)
         if group.rank() == 0:
             _print(run, settings, machine, own)
         gc.collect()                                              # engines hold circles
+    machine = Machine(group.device())
+    averaging = ema_beside_copy(Flats([torch.ones(WEIGHTS, device=group.device())]))
+    if group.rank() == 0:
+        print(f"EMA / copy of {WEIGHTS / 1e6:.0f}M weights: {_ratio(averaging, machine.clock()):.4g}; "
+              f"{machine.described()}")
     return figures
 
 
@@ -71,7 +79,11 @@ def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str,
                     step_flops(system, run.batch.global_, first) / times["dstrain"].least("wall") / peak}
     if device.type == "cuda":
         figures["peak memory of all GB"] = torch.cuda.max_memory_allocated() / 1e9
-    return times, ema_beside_copy(ours) if run.ema.decays else {}, figures
+    return times, ema_beside_copy(ours.engines.masters[system.averaged[0]]), figures
+
+
+def _ratio(averaging: dict[str, Times], clock: str) -> float:
+    return averaging["EMA"].least(clock) / averaging["copy"].least(clock)
 
 
 def _print(run: Run, settings: dict[str, Any], machine: Machine, figures: Figures) -> None:

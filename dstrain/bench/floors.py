@@ -8,18 +8,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dstrain.bench import jobs
 from dstrain.bench.report import Record
 from dstrain.bench.sides import Dstrain, Repeated, system_of
 from dstrain.bench.timing import Times, copy_rate, measured
 from dstrain.engine.checkpoint import Checkpoints
+from dstrain.engine.ema import EmaShadow
+from dstrain.engine.masters import Masters
 from dstrain.engine.start import start
+from dstrain.engine.updates import Flag
 from dstrain.ranks import group
+from dstrain.recipe import Ema
 from dstrain.recipe import Save
 
 _STEP_BYTES = 42                             # a weight: gradient, master, moments, average, compute weight
@@ -35,7 +41,7 @@ def update(record: Record, stage: int) -> None:
     record.row("weights", size / 1e6, "M")
     record.row("step and EMA after backward", 1e3 * min(seconds), "ms")
     record.speed("step and EMA / floor of 42 B a weight", min(seconds) * rate / size / _STEP_BYTES, at_most=1.3)
-    times = ema_beside_copy(trained)
+    times = ema_beside_copy(next(iter(trained.engines.masters.values())))
     least = {name: own.least("wall") for name, own in times.items()}
     record.row("EMA / copy of the same elements", least["EMA"] / least["copy"])
     record.speed("EMA / floor of 12 B a weight", least["EMA"] * rate / size / 12, at_most=1.3)
@@ -87,18 +93,20 @@ def first_command(record: Record) -> None:
             shutil.copyfile(picture, record.out / "first_command.png")
 
 
-def ema_beside_copy(trained: Dstrain, elements: int = 2 ** 24, rounds: int = 20) -> dict[str, Times]:
-    """Times of one average's update and of a copy of the same elements, in turns of so many elements at least.
+@dataclass
+class Flats:
+    """What an average asks of the masters that it follows."""
 
-    After a step that was applied.
-    """
-    masters, applied = trained.engines.masters, trained.engines.applied()
-    part = next(part for part in trained.ema.flats if part in applied)
-    decay = next(iter(trained.ema.flats[part]))
-    trained.ema.flats = {part: {decay: trained.ema.flats[part][decay]}}
-    live = [flat.detach() for flat in masters[part].flats]
+    flats: list[Tensor]
+
+
+def ema_beside_copy(masters: Masters | Flats, elements: int = 2 ** 24, rounds: int = 20) -> dict[str, Times]:
+    """Times of one average's update and of a copy of the same elements, in turns of so many elements at least."""
+    averages = EmaShadow({"part": masters}, Ema(), ("part",))
+    live = [flat.detach() for flat in masters.flats]
     copies = [flat.clone() for flat in live]
-    works = {"EMA": lambda: trained.ema.update(trained.run.steps, {part: applied[part]}),
+    applied = {"part": Flag(torch.ones((), device=live[0].device))}
+    works = {"EMA": lambda: averages.update(1, applied),
              "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)]}
     times = {name: Times() for name in works}
     calls = max(1, elements // max(sum(flat.numel() for flat in live), 1))
