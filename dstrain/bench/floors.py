@@ -25,8 +25,7 @@ from dstrain.engine.masters import Masters
 from dstrain.engine.start import start
 from dstrain.engine.updates import Flag
 from dstrain.ranks import group
-from dstrain.recipe import Ema
-from dstrain.recipe import Save
+from dstrain.recipe import Ema, Save
 
 _STEP_BYTES = 42                             # a weight: gradient, master, moments, average, compute weight
 _ROUNDS = 5

@@ -286,6 +286,27 @@ def test_weights_that_are_set_and_shown(stage, precision):
         assert not network(x).any()
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_step_at_stage_3_gathers_and_releases(left, monkeypatch):
+    """Oracle: plain torch with the masters' values: so computes the network, also where weights were whole when the step
+    began; then DeepSpeed releases them, and else it has nothing to release.
+    """
+    engines, released = engines_of(3, "bf16", ("a",)), []
+    network, zero = engines.modules["a"], engines["a"].optimizer
+    cut = [weight for weight in network.parameters() if not weight.ds_persist]
+    begin, release = zero._pre_step, zero._partition_all_parameters
+    monkeypatch.setattr(zero, "_pre_step", lambda: [begin(), *(weight.all_gather() for weight in cut if left)])
+    monkeypatch.setattr(zero, "_partition_all_parameters", lambda: released.append(release()))
+    for number in range(2):
+        engines.set_lr(LR)
+        step(engines, "a", seed=number)
+        assert cut and all(weight.numel() == 0 for weight in cut) and len(released) == (number + 1) * left
+        theirs, (x, _) = plain(engines, "a", "bf16"), data()
+        theirs.scale.table = network.scale.table.clone()
+        with torch.no_grad():
+            torch.testing.assert_close(network(x), theirs(x), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("stage, precision", [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_a_count_that_is_set(stage, precision):
     """Oracle: Adam's bias correction by hand: with zero moments and a count of 9, the tenth step takes (1 - b) g over
