@@ -38,8 +38,7 @@ _TARGETS: dict[int, dict[str, dict[str, float]]] = {
 _CHOICES = ("compile", "optimizer.name")
 _VALUES = ("model.recompute=attention", "model.recompute=4", "model.recompute=2", "model.recompute=all",
            "optimizer.clip=1.0", "ema.decays=[]", "ema.decays=[0.9999,0.999]")
-_ZERO = {"overlap_comm": {"overlap_comm": False}, "reduce_bucket_size": {"reduce_bucket_size": 500_000_000},
-         "contiguous_gradients": {"contiguous_gradients": True}}
+_ZERO = {"overlap_comm": {"overlap_comm": False}, "reduce_bucket_size": {"reduce_bucket_size": 500_000_000}}
 
 
 def cases() -> list[Case]:

@@ -1,10 +1,10 @@
-"""Gradients of 16 bits, summed in fp32 over the micro-batches of a step, at ZeRO stages 0 and 1, or on one rank.
+"""Gradients of 16 bits, summed in fp32 over the micro-batches of a step, at ZeRO stages 0 and 1, and 2 on one rank.
 
 A 16-bit sum loses precision with each micro-batch. At stages 2 and 3 DeepSpeed's `data_types.grad_accum_dtype` prevents
 that: it adds each reduced gradient to a partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16
 it changes over to an optimizer with other checkpoints, so here the sum is held in fp32 beside the weights and handed to
-DeepSpeed on the last micro-batch, in the precision of the network, which is also that of the reduction. One rank
-reduces nothing: at stages 1 and 2 its gradients are summed where the optimizer takes them, and not rounded again.
+DeepSpeed on the last micro-batch, in the precision of the network, which is also that of the reduction. Where one rank
+has nothing to reduce (updates.py), gradients are summed where the optimizer takes them, and the sum is not rounded.
 """
 
 from collections.abc import Iterable

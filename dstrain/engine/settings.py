@@ -302,6 +302,9 @@ def _mechanism(settings: Settings, run: Run, world: int, device_type: str) -> It
                f"is {run.optimizer.name}: remove it, or write optimizer.name=adamw")
     if run.optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
+    if stage(settings) == 3 and not zero.get("contiguous_gradients", True):
+        yield ('"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
+               "which a rank owns no part while the GPU still reads it: write true")
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +41,8 @@ def start(timeout_minutes: float = 30) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
         # DeepSpeed asks some thousand times a step. To find the current device takes as long as to find its stream.
-        deepspeed.get_accelerator().current_stream = partial(torch.cuda.current_stream, group.device().index)
+        own = group.device().index
+        deepspeed.get_accelerator().current_stream = lambda device=own: torch.cuda.current_stream(device)
     if not group.started():
         # A timeout that is given to the first group alone does not hold for those that DeepSpeed and we make later.
         groups, timeout = torch.distributed.distributed_c10d, timedelta(minutes=timeout_minutes)

@@ -148,15 +148,16 @@ class Updates:
 
     @cached_property
     def _alone(self) -> bool:
-        """Whether gradients stay where the backward pass leaves them: on one rank, neither summed nor rounded in
-        another type.
+        """Whether there is nothing to reduce: on one rank, which rounds no gradient as if it sent it in another type.
         """
         zero = self._zero
         return (0 < self.stage < 3 and dist.get_world_size(zero.dp_process_group) == 1
-                and zero.communication_data_type == zero.dtype and not zero.use_grad_accum_attribute)
+                and zero.communication_data_type == zero.dtype)
 
     def _reduce_nothing(self) -> None:
-        """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight."""
+        """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight.
+        Gradients stay where the backward pass leaves them, or are summed in fp32.
+        """
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self._zero._grad_acc_hooks.clear()

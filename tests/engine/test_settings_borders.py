@@ -211,6 +211,13 @@ def test_machines_of_two_and_ranks_that_are_odd():
     assert resolved(zero(2, zero_hpz_partition_size=1), world=2, device="cuda")
 
 
+def test_gradients_that_a_rank_owns_no_part_of():
+    """Oracle: DeepSpeed's partition_grads: outside of its bucket such a gradient is freed while the GPU reads it."""
+    assert "frees a gradient" in faults(zero(3, contiguous_gradients=False), world=2, device="cuda")
+    for level, choice in ((3, True), (2, False)):
+        assert resolved(zero(level, contiguous_gradients=choice), world=2, device="cuda")
+
+
 @pytest.mark.parametrize("name", ["lion", "muon", "adamw8bit"])
 def test_offload_is_refused(name):
     """Oracle: the README: only adamw is offloaded."""
