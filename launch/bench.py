@@ -1,7 +1,8 @@
 """Times a training step beside a plain PyTorch loop, stock DeepSpeed and accelerate, in one run.
 
-    OMP_NUM_THREADS=1 python launch/bench.py [--recipe FILE] [--ds_config FILE] [key=value ...]
+    OMP_NUM_THREADS=1 python launch/bench.py [--recipe FILE] [--ds_config FILE] optimizer.name=adamw [key=value ...]
 
+The others take AdamW, so that another optimizer compares dstrain with something else.
 Accumulation 1 and 4 of the recipe's micro-batch, each with clip 0 and 1. dstrain/bench/compare.py says what is
 measured; accelerate comes with `pip install -e '.[bench]'`. Attention: launch/bench_attention.py. A GPU: launch/gpu.md.
 """
@@ -22,7 +23,9 @@ def main() -> None:
     job = cli.prepare(options)
     if options.print_config:
         print(cli.describe(job), end="")
-    elif not options.dry_run:
+    elif options.dry_run:
+        print(cli.headline(job))
+    else:
         from dstrain.bench.compare import GRID, compare
         micro, world = job.settings["train_micro_batch_size_per_gpu"], group.place().world
 

@@ -41,7 +41,9 @@ def main() -> None:
     job = cli.prepare(options)
     if options.print_config:
         print(cli.describe(job), end="")
-    elif not options.dry_run:
+    elif options.dry_run:
+        print(cli.headline(job))
+    else:
         from dstrain.engine.start import start
         start()
         beside = job.run.directory.parent

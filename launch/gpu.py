@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ def main() -> int:
         print("launch/gpu.py: there is no GPU here; --dry-run goes through every case at small sizes on the CPU",
               file=sys.stderr)
         return 2
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"launch/gpu.py: --out {options.out} cannot be made ({error.strerror}): name another folder",
+              file=sys.stderr)
+        return 2
     good = True
     for part in sorted({case.part for case in chosen}):
         own = [case for case in chosen if case.part == part]
@@ -58,6 +65,13 @@ def _nearest(word: str, names: list[str]) -> list[str]:
     return sorted(names, key=likeness, reverse=True)
 
 
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is no time: write seconds above 0")
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", type=int, choices=range(1, 9), help="one part, below nine minutes; default: all")
@@ -66,7 +80,7 @@ def _options() -> argparse.Namespace:
                         help="where partN.json and partN.md are written ($OUT, else runs/gpu)")
     parser.add_argument("--dry-run", action="store_true", help="every case at small sizes, also without a GPU")
     parser.add_argument("--list", action="store_true", help="names the cases, and starts nothing")
-    parser.add_argument("--seconds", type=float, default=540.0, help="how long a part may take (540)")
+    parser.add_argument("--seconds", type=_seconds, default=540.0, help="how long a part may take (540)")
     parser.add_argument("--case", help=argparse.SUPPRESS)              # a case's own process
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

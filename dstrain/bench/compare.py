@@ -21,6 +21,7 @@ from dstrain.bench.timing import Machine, Times, alternate, keep_memory
 from dstrain.engine.settings import precision
 from dstrain.engine.start import start
 from dstrain.ranks import group
+from dstrain.ranks.phases import phases
 from dstrain.recipe import Run
 from dstrain.track.flops import matmul_rate, step_flops
 
@@ -60,6 +61,7 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
 
 def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str, Times], Figures]:
     """Times of a step by side; those of an average and of a copy; rates, and the share of the matrix products' rate."""
+    phases().at("timing steps")
     device, dtype = group.device(), DTYPES[precision(settings)]
     system = system_of(run)
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
@@ -90,7 +92,9 @@ def _print(run: Run, settings: dict[str, Any], machine: Machine, figures: Figure
     accumulation = settings["gradient_accumulation_steps"]
     print(f"{run.name}, {precision(settings)}, batch {run.batch.global_} in {accumulation} micro-batches, clip "
           f"{run.optimizer.clip:g}, {group.world()} ranks of {machine.device.type}; {machine.described()}")
+    if run.optimizer.name != "adamw" and group.world() == 1:
+        print(f"  dstrain takes {run.optimizer.name}, the others AdamW: optimizer.name=adamw compares like with like")
     print("\n".join(f"  {name:28} {value:.4g}" for name, value in figures.items()))
     for name in RIVALS:
-        if group.world() == 1 and (reason := available(name)):
-            print(f"  {name:28} left out: {reason}")
+        if group.world() == 1 and f"{name} / plain" not in figures:
+            print(f"  {name:28} left out: {available(name) or 'it trains one network, the system has several'}")

@@ -32,13 +32,7 @@ usage:  [deepspeed [--hostfile FILE]] {script} [options] [key=value ...]
                        also spelled --deepspeed_config
   --dry-run            check everything, start nothing
   --print-config       print the whole recipe and the DeepSpeed settings, start nothing
-  --from-scratch       begin anew; what the folder holds is moved aside, into earlier_N/
-  --allow-change       resume although the recipe changes what the run is
-  --step N             go on from checkpoint N; newer ones are moved aside, into
-                       earlier_N/. For one command: typed again it does so again
-  --profile A:B[:N]    record the steps after A up to B in RUN/profile/, of every N-th rank (each)
-  --trust-pickle       resume from DeepSpeed's own files, and run what they hold
-  --deepspeed, --local_rank N     accepted from launchers
+{training}  --deepspeed, --local_rank N     accepted from launchers
   -h, --help           this text
 
 overrides, for every recipe:
@@ -52,25 +46,41 @@ examples:
   deepspeed {script} --recipe launch/recipes/dit-b4-imagenet256.yaml \\
       --ds_config ds_configs/zero3.json data.path=latents/imagenet256 batch.global=256
   python {script} --print-config model.depth=8            # one process
+"""
 
-The same command again goes on where the run stopped.
+_TRAINING = """\
+  --from-scratch       begin anew; what the folder holds is moved aside, into earlier_N/
+  --allow-change       resume although the recipe changes what the run is
+  --step N             go on from checkpoint N; newer ones are moved aside, into
+                       earlier_N/. For one command: typed again it does so again
+  --profile A:B[:N]    record the steps after A up to B in RUN/profile/, of every N-th rank (each)
+  --trust-pickle       resume from DeepSpeed's own files, and run what they hold
 """
 
 
 def train_arguments(root: Path, argv: Sequence[str] | None = None) -> JobOptions:
     """Options of launch/train.py; `root` is the repository, where default files lie."""
-    return job_arguments("Trains a visual generative model with DeepSpeed.", "launch/train.py", root, argv)
+    summary = ("Trains a visual generative model with DeepSpeed.\n"
+               "The same command again goes on where the run stopped.")
+    return job_arguments(summary, "launch/train.py", root, argv, trains=True)
 
 
-def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | None = None) -> JobOptions:
-    """Options of a script that takes a recipe, a DeepSpeed JSON and overrides. --help ends the process."""
-    parser = Parser(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG))
+def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | None = None,
+                  trains: bool = False) -> JobOptions:
+    """Options of a script that takes a recipe, a DeepSpeed JSON and overrides, and with `trains` those of a run that
+    resumes. --help ends the process.
+    """
+    parser = Parser(_HELP.format(summary=summary, script=script, recipe=_DEFAULT_RECIPE, ds_config=_DEFAULT_DS_CONFIG,
+                                 training=_TRAINING if trains else ""))
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--ds_config", "--ds-config", "--deepspeed_config", type=Path)
-    parser.add_argument("--step", type=positive)
-    parser.add_argument("--profile", type=window)
-    for flag in ("--dry-run", "--print-config", "--from-scratch", "--allow-change", "--trust-pickle", "--deepspeed"):
+    training = []
+    for flag in ("--dry-run", "--print-config", "--deepspeed"):
         parser.add_argument(flag, action="store_true")
+    if trains:
+        training = [parser.add_argument("--step", type=positive), parser.add_argument("--profile", type=window),
+                    *(parser.add_argument(flag, action="store_true")
+                      for flag in ("--from-scratch", "--allow-change", "--trust-pickle"))]
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(argv)
     parser.values(parsed)
@@ -82,8 +92,8 @@ def job_arguments(summary: str, script: str, root: Path, argv: Sequence[str] | N
                 raise ConfigError(f"{override} stands alone: write {option} {override}")
     return JobOptions(_find("--recipe", parsed.recipe, _DEFAULT_RECIPE, root),
                       _find("--ds_config", parsed.ds_config, _DEFAULT_DS_CONFIG, root), tuple(parsed.overrides),
-                      parsed.dry_run, parsed.print_config, from_scratch=parsed.from_scratch, step=parsed.step,
-                      allow_change=parsed.allow_change, trust_pickle=parsed.trust_pickle, profile=parsed.profile)
+                      parsed.dry_run, parsed.print_config,
+                      **{option.dest: getattr(parsed, option.dest) for option in training})
 
 
 def load_recipe(path: Path, root: Path, overrides: Sequence[str]) -> Run:

@@ -7,8 +7,7 @@ DeepSpeed on the last micro-batch, in the precision of the network, which is als
 has nothing to reduce (updates.py), gradients are summed where the optimizer takes them, and the sum is not rounded.
 """
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,17 +56,15 @@ class WideSums:
             weight.grad = None
 
 
-def sum_into(master: Tensor, weights: Iterable[nn.Parameter]) -> None:
-    """From now on adds every gradient of `weights` to `master.grad`, where they lie flat, one behind the other."""
-
-    @torch.no_grad()
-    def add(start: int, weight: nn.Parameter) -> None:
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        master.grad[start: start + weight.numel()].add_(weight.grad.reshape(-1))
-        weight.grad = None
-
-    start = 0
+@torch.no_grad()
+def sum_into(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
+    """Adds the gradients of a micro-batch to `master.grad`, where they lie flat, one behind the other."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    sizes = [weight.numel() for weight in weights]
+    places = master.grad[:sum(sizes)].split(sizes)
+    used = [(place, weight.grad.reshape(-1)) for place, weight in zip(places, weights) if weight.grad is not None]
+    if used:
+        torch._foreach_add_(*map(list, zip(*used)))
     for weight in weights:
-        weight.register_post_accumulate_grad_hook(partial(add, start))
-        start += weight.numel()
+        weight.grad = None

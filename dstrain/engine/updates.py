@@ -73,6 +73,7 @@ class Updates:
         self.applied = Flag(False)                     # whether the latest micro-batch led to an update
         self._unread: Flag | None = None               # of the latest step, where it is not yet counted
         self._norm: Tensor | None = None               # of the latest step's gradients, before clipping
+        self._sums = False                             # micro-batches' gradients in those of the masters
         self._plain = self.stage == 0 and not hasattr(self._zero, "fp32_groups")            # fp32: torch's optimizer
         self._lean = getattr(self._inner(), "_step_supports_amp_scaling", False) and (self._plain or self.stage > 0)
         if self._lean and self._plain:
@@ -92,6 +93,9 @@ class Updates:
 
     def step(self) -> None:
         """The optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not finite."""
+        if self._sums:
+            for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
+                sum_into(master, weights)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
             self.applied = Flag(False)
@@ -166,9 +170,7 @@ class Updates:
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
             aside.detach()
-        if aside or self._zero.gradient_accumulation_dtype != self._zero.dtype:
-            for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
-                sum_into(master, weights)
+        self._sums = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _gradients(self, number: int, master: Tensor) -> list[Tensor]:
         """What makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
@@ -176,7 +178,7 @@ class Updates:
         if not self._alone:
             flat = zero._get_preflattened_grad_partition(number)         # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
-        if master.grad is not None:                                      # fp32 sums, see `sum_into`
+        if self._sums:
             return [master.grad]
         pieces = [weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
                   for weight in zero.bit16_groups[number]]

@@ -71,8 +71,10 @@ def _compile(library: Path, source: str, names: set[str], *options: str) -> None
 
 def main(words: list[str]) -> None:
     """Goes on as that command of Python, with both libraries in a folder of the user's cache."""
-    if not words or not Path(words[0]).exists() and not words[0].startswith("-"):
+    if not words:
         raise SystemExit("tests.gpu: give a command, such as launch/gpu.py --part 1; it is one GPU of one rank")
+    if not words[0].startswith("-") and not Path(words[0]).exists():
+        raise SystemExit(f"tests.gpu: there is no file {words[0]}; give a command, such as launch/gpu.py --part 1")
     if reason := missing():
         raise SystemExit(f"tests.gpu: {reason}")
     folder = Path.home() / ".cache" / "dstrain-tests-gpu"

@@ -144,6 +144,14 @@ def test_without_a_gpu(kit_says, tmp_path):
     assert code == 2 and "--dry-run" in errors and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words, remedy", [(("--seconds", "0"), "seconds above 0"), (("--seconds", "nan"), "above 0"),
+                                           (("--out", __file__), "name another folder")])
+def test_wrong_words(kit_says, words, remedy):
+    """Oracle: by hand: code 2, what was written, and the remedy."""
+    code, _, errors = kit_says("--dry-run", "--only", "stall", *words)
+    assert code == 2 and words[1] in errors and remedy in errors
+
+
 def test_names_of_cases(kit_says, tmp_path):
     """Oracle: launch/gpu.md: a name that no case has ends with 2, beside the nearest names; --list keeps to a part."""
     code, _, text = kit_says("--dry-run", "--only", "stall,mvae fp32", "--out", tmp_path / "out")

@@ -231,6 +231,15 @@ def test_a_launchers_variable_that_is_no_number(folder, monkeypatch, capsys):
     assert code == 2 and "RANK=abc in the environment" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("words", [("--step", "7"), ("--profile", "1:3"), ("--from-scratch",)])
+def test_what_only_a_run_takes(words, monkeypatch, capsys):
+    """Oracle: a bench resumes nothing and profiles nothing: --help of it leaves such options out."""
+    code, _, errors = here("bench.py", words, monkeypatch, capsys)
+    assert code == 2 and f"{words[0]}: there is no such option" in errors
+    assert words[0] in here("train.py", ("--help",), monkeypatch, capsys)[1]
+    assert words[0] not in here("bench.py", ("--help",), monkeypatch, capsys)[1]
+
+
 def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
     from dstrain.command import cli
