@@ -97,11 +97,12 @@ def test_names_of_the_choice():
             counting.Config(recompute=value)
 
 
-@pytest.fixture(scope="module")
-def figures(in_fork, tmp_path_factory):
+@pytest.fixture(scope="module", params=["aot_eager", "inductor"])
+def figures(in_fork, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("blocks")
-    in_fork(check_blocks.main, folder, CASES, "aot_eager")
-    return json.loads((folder / "figures.json").read_text())
+    in_fork(check_blocks.main, folder, CASES, request.param)
+    # Near zero, AdamW's first steps are a gradient's sign times the learning rate, 0.01. Inductor rounds in other places.
+    return json.loads((folder / "figures.json").read_text()) | {"most": 1e-4 if request.param == "aot_eager" else 0.01}
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_compiled(figures, case):
     found = figures["-".join(map(str, case))]
     assert found["breaks"] == [] and found["later"] == 0
     assert 0 < found["graphs"] == sum(found["each"]) and max(found["each"]) <= 3
-    assert found["apart"] < 1e-4 and found["losses"]["on"] == pytest.approx(found["losses"]["off"], rel=1e-5)
+    assert found["apart"] < figures["most"] and found["losses"]["on"] == pytest.approx(found["losses"]["off"], rel=1e-5)
 
 
 @pytest.mark.parametrize("world", (1, 2))

@@ -138,10 +138,14 @@ def _added(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor
     """What is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
     if bias is None and mask is None:
         return None
-    hidden = query.new_zeros(1, 1, 1, count) if mask is None else (~mask)[:, None, None] * query.new_full((), _HIDDEN)
+    terms = []                                    # and no zeros: inductor cannot cut a recomputed block with such a sum
+    if mask is not None:
+        terms.append((~mask)[:, None, None] * query.new_full((), _HIDDEN))
     if causal:
-        hidden = hidden + query.new_full((query.shape[2], count), _HIDDEN).triu(1)
-    return hidden if bias is None else bias.to(query.dtype) + hidden
+        terms.append(query.new_full((query.shape[2], count), _HIDDEN).triu(1))
+    if bias is not None:
+        terms.append(bias.to(query.dtype))
+    return sum(terms[1:], terms[0])
 
 
 class UnitNorm(nn.Module):
