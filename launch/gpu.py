@@ -74,7 +74,7 @@ def _seconds(text: str) -> float:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", type=int, choices=range(1, 9), help="one part, below nine minutes; default: all")
+    parser.add_argument("--part", type=int, choices=range(1, 10), help="one part, below nine minutes; default: all")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose names hold one of these, by commas")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), metavar="FOLDER",
                         help="where partN.json and partN.md are written ($OUT, else runs/gpu)")

@@ -34,7 +34,8 @@ RULES = {
     "report": ("disk", "recipe", "systems", "track.figures", "__version__"),
     "caches": (*GROUND, "runs", "data", "encoders", "engine"),
     "command": (*GROUND, "runs", "systems", "systems.base", "data", "engine", "costs", "metrics", "track.machine"),
-    "bench": (*GROUND, "data.batches", "engine", "systems", "systems.base", "command", "track", "train"),    # times train
+    "bench": (*GROUND, "data.batches", "engine", "systems", "systems.base", "command", "track", "train",     # times train
+              "encoders", "drawing", "runs.trained"),                                          # and what draws and encodes
     "costs": (*GROUND, "engine", "systems", "systems.base", "track.flops", "train", "bench.sides"),   # counts it
 }
 A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base")
@@ -53,7 +54,7 @@ OWNERS = {
     "wandb": ("dstrain.track",),
     "matplotlib": ("dstrain.track",),
     "diffusers": ("dstrain.encoders", "dstrain.export", "dstrain.systems.*.to_diffusers", "dstrain.systems.vae.kl",
-                  "dstrain.systems.*.pipeline", "dstrain.bench.rivals"),
+                  "dstrain.systems.*.pipeline", "dstrain.bench.rivals", "dstrain.bench.precisions"),
     "transformers": ("dstrain.encoders",),
     "plotly": ("dstrain.report",),
     "jinja2": ("dstrain.report",),

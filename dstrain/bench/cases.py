@@ -8,6 +8,7 @@
     6  DiT-XL/2 with each switch of the DeepSpeed JSON
     7  the other published systems beside the plain loop
     8  optimizer, averages and checkpoints against their bytes; the README's first command
+    9  drawing, encoding, and training that encodes, in each precision
 """
 
 import types
@@ -15,15 +16,16 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.bench import correct, floors, jobs, speed
+from dstrain.bench import correct, floors, jobs, precisions, speed
 from dstrain.bench.kit import Case
+from dstrain.encoders.precision import Precision
 from dstrain.recipe import Section
 from dstrain.systems import config_class
 
 TITLES = {1: "every system, bf16, stages 0 to 3", 2: "every system, fp16, fp32, compiled",
           3: "DiT-XL/2 beside rivals, B = 256", 4: "DiT-XL/2 beside rivals, B = 32",
           5: "DiT-XL/2, the recipe's switches", 6: "DiT-XL/2, DeepSpeed's switches", 7: "other published systems",
-          8: "floors, and the first command"}
+          8: "floors, and the first command", 9: "drawing and encoding in each precision"}
 
 # The targets of issue 14, of one H200, by batch and row.
 _TARGETS: dict[int, dict[str, dict[str, float]]] = {
@@ -43,13 +45,16 @@ _ZERO = {"overlap_comm": {"overlap_comm": False}, "reduce_bucket_size": {"reduce
 
 def cases() -> list[Case]:
     """All, in the order in which a part runs them: what matters most comes first."""
-    return [*_correct(), *_rivals(), *_ablation(), *_others(), *_floors()]
+    return [*_correct(), *_rivals(), *_ablation(), *_others(), *_floors(), *_precisions()]
 
 
 def _correct() -> Iterator[Case]:
     def case(part: int, name: str, system: str, work: Any = correct.check, limit: float = 240, **options: Any) -> Case:
         return Case(f"{system} {name}", part, work, {"system": system, **options}, limit, alone=False)
 
+    for system in jobs.SYSTEMS:
+        # A rounding that changes the side of a ReLU, of which the discrete VAE consists, changes the gradient at once.
+        yield case(1, "gradients", system, precisions.gradients, most=1e-3 if system == "dvae" else 1e-4)
     for system in jobs.SYSTEMS:
         yield case(1, "bf16", system, precision="bf16", stages=(0, 1, 2, 3), compiled=False)
     for system in jobs.STEPPED:
@@ -128,3 +133,10 @@ def _floors() -> Iterator[Case]:
         yield Case(f"update at stage {stage}", 8, floors.update, {"stage": stage}, 120)
     yield Case("stall", 8, floors.stall, {"stage": 1}, 300)
     yield Case("first command", 8, floors.first_command, {}, 300)
+
+
+def _precisions() -> Iterator[Case]:
+    yield Case("drawing", 9, precisions.draw, {}, 150)
+    yield Case("encoding", 9, precisions.encode, {}, 150)
+    for precision in _values(Precision):
+        yield Case(f"encoding in every step in {precision}", 9, precisions.online, {"precision": precision}, 150)

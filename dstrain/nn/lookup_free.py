@@ -173,7 +173,7 @@ def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
         size = part.shape[-1]
         code = code_of(torch.arange(1 << size, device=logits.device), size)                       # (codes, size)
         p = (part @ code.T.to(part.dtype) / 2).softmax(-1)                                        # (B, N, codes)
-        shares.append(torch.einsum("bn,bnc->bc", weight / weight.sum(1, keepdim=True), p))
+        shares.append(torch.einsum("bn,bnc->bc", (weight / weight.sum(1, keepdim=True)).to(p.dtype), p))
     return torch.cat(shares, dim=1)
 
 
