@@ -1,4 +1,4 @@
-"""A run's beginning: how often weights are drawn, and how many bytes a rank holds at most."""
+"""A run's beginning: how often weights are drawn, and how many bytes a rank holds at most until its first step ends."""
 
 import json
 
@@ -11,12 +11,12 @@ WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH)
 
 
 def kept(figures: dict) -> int:
-    """Bytes of weights, masters, two moments and one average; at stage 3 also of DeepSpeed's shares of gradients and
-    its bucket. At stage 0 in fp32 the masters are the weights.
+    """Bytes of weights, gradients, masters, two moments and one average. From stage 2 on a rank keeps its own gradients
+    and DeepSpeed's bucket, at stage 3 also its own weights alone. At stage 0 in fp32 the masters are the weights.
     """
     stage, own, width = figures["stage"], figures["own"], figures["bytes"]
-    weights = width * (WEIGHTS if stage < 3 else 2 * own + BUCKET)
-    return weights + 4 * own * (3 if stage == 0 else 4)
+    weights, gradients = (WEIGHTS if stage < 3 else own), (WEIGHTS if stage < 2 else own + BUCKET)
+    return width * (weights + gradients) + 4 * own * (3 if stage == 0 else 4)
 
 
 @pytest.mark.parametrize("world", (1, 32))
