@@ -19,7 +19,7 @@ from dstrain.bench.sides import Repeated
 from dstrain.bench.timing import measured
 from dstrain.drawing.requests import make_request
 from dstrain.drawing.sampling import draw_all
-from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.autoencoder import Autoencoder, posterior
 from dstrain.encoders.precision import Precision, computing, dtype_of, problem
 from dstrain.engine.initial import build
 from dstrain.engine.start import start
@@ -28,7 +28,7 @@ from dstrain.recipe import Run
 from dstrain.runs.trained import placed
 from dstrain.systems.base import System
 
-_NEAR = 1e-5                                 # fp32's share; factors that are rounded to TF32 give about 1e-3
+_NEAR = 1e-5                                 # fp32 is nearer; products or convolutions in TF32 give 2e-4 or more
 _STEP = 5                                    # of training: every network has joined
 
 States = dict[str, dict[str, Tensor]]        # of weights, by part
@@ -44,7 +44,7 @@ def gradients(record: Record, system: str, most: float) -> None:
         with computing(precision):
             ours = _gradients(run, states, batch, dtype_of(precision), group.device())
         for part, gradient in exact.items():
-            record.row(f"{part} in {precision}: gradient, from float64 on the CPU", apart(ours[part], gradient),
+            record.row(f"{part} in {precision}: gradient, from float64 on the CPU", distance(ours[part], gradient),
                        "of its norm", at_most=most if precision == "fp32" else None)
 
 
@@ -67,9 +67,9 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     for precision in _possible(record):
         nets = placed(system, states.items(), dtype_of(precision), device)
         with computing(precision):
-            record.row(f"{precision}: one prediction, from float64", apart(output(nets), exact), "of its norm",
+            record.row(f"{precision}: one prediction, from float64", distance(output(nets), exact), "of its norm",
                        at_most=_NEAR if precision == "fp32" else None)
-            _time(record, f"{precision}: samples of {steps} steps", num,
+            _time(record, f"{precision}, {steps} steps: ", "samples", num,
                   partial(draw_all, system, nets, request, num))
 
 
@@ -85,21 +85,22 @@ def encode(record: Record, num: int = 64) -> None:
         def stage() -> Autoencoder:
             return Autoencoder(folder).to(group.device())
 
-        exactly = stage()
+        exactly, few = stage(), image[:8]    # float64 is slow
         exactly.vae.double()
-        few = image[:8], key[:8]             # float64 is slow
-        exact = exactly.encode(*few)
+        exact, _ = posterior(exactly.vae, few)
         del exactly
         for precision in _possible(record):
             own = stage()
             own.encode_in(precision)
-            record.row(f"{precision}: latents, from float64", apart(own.encode(*few), exact), "of their norm",
+            with computing(precision):
+                mean, _ = posterior(own.vae, few)
+            record.row(f"{precision}: mean of the latents, from float64", distance(mean, exact), "of its norm",
                        at_most=_NEAR if precision == "fp32" else None)
-            _time(record, f"{precision}: images", num, partial(own.encode, image, key))
+            _time(record, f"{precision}: ", "images", num, partial(own.encode, image, key))
 
 
 def online(record: Record, precision: Precision) -> None:
-    """DiT-XL/2 as it trains where the images of every step are encoded in it, beside nothing."""
+    """DiT-XL/2 as it trains where every step encodes its images. FLOPs are those of the denoiser alone."""
     if reason := problem(precision, "model.first_stage.precision"):
         return record.left_out(reason)
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
@@ -108,7 +109,7 @@ def online(record: Record, precision: Precision) -> None:
             f"model.first_stage.path={folder}", f"model.first_stage.precision={precision}"))
 
 
-def apart(ours: Tensor, exact: Tensor) -> float:
+def distance(ours: Tensor, exact: Tensor) -> float:
     """The norm of their difference, as a share of that of `exact`."""
     exact = exact.double()
     return ((ours.to(exact.device).double() - exact).norm() / exact.norm()).item()
@@ -127,7 +128,7 @@ def _save_first_stage(folder: str, dry: bool) -> None:
 
 def _possible(record: Record) -> Iterator[Precision]:
     for precision in typing.get_args(Precision):
-        if reason := problem(precision, precision):
+        if reason := problem(precision, "--precision"):
             record.left_out(reason)
         else:
             yield precision
@@ -157,6 +158,11 @@ def _gradients(run: Run, states: States, batch: dict[str, Tensor], dtype: torch.
     system = systems.build(run.system, run.model)
     nets = placed(system, states.items(), dtype, device)
     example = system.encode({name: values.to(device) for name, values in batch.items()})
+    if dtype == torch.float64:               # torch 2.11 differentiates no mean of squares of two types
+        for network in system.frozen():
+            network.double()
+        example = {name: values.double() if values.dtype == torch.float32 else values
+                   for name, values in example.items()}
     flat = {}
     for part in system.parts:
         weights = list(nets[part].parameters())
@@ -166,12 +172,13 @@ def _gradients(run: Run, states: States, batch: dict[str, Tensor], dtype: torch.
     return flat
 
 
-def _time(record: Record, what: str, num: int, work: Callable[[], Any], rounds: int = 3) -> None:
+def _time(record: Record, where: str, what: str, num: int, work: Callable[[], Any], rounds: int = 3) -> None:
     """Rows of how many a second, and of the memory that it takes."""
     device = group.device()
     work()                                   # warms up
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    record.row(f"{what}/s", num / min(measured(work, device)[0] for _ in range(1 if record.dry else rounds)))
+    least = min(measured(work, device)[0] for _ in range(1 if record.dry else rounds))
+    record.row(f"{where}{what}/s", num / least)
     if device.type == "cuda":
-        record.row(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        record.row(f"{where}peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")

@@ -1,6 +1,7 @@
 """The kit for a GPU: its runner, its figures, and a dry run of its cases, on the CPU."""
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dstrain.bench import cases, correct, jobs, kit, report, speed
+from dstrain.bench import cases, correct, jobs, kit, precisions, report, speed
 from dstrain.bench.sides import Repeated, apart, system_of
 from dstrain.bench.speed import idle_share
 from dstrain.engine.updates import Late
 from dstrain.recipe import ConfigError
+from dstrain.systems.dit.network import DiT
 from dstrain.systems.phenaki.maskgit import Pending
 from tests.launch.kit_cases import CASES
 from tests.support.launch import ROOT, environment, here
@@ -24,8 +26,8 @@ from tests.support.launch import ROOT, environment, here
 # Through launch/gpu.py, each in its own process: one that shares the machine, and two that have it to themselves.
 TRIED = ("dvae fp32", "DiT-XL/2 B=256 dstrain stock", "stall")
 
-# Left to others, since they take minutes: training, saves and waits of every system to tests/engine and tests/gpu, the
-# first command to tests/launch/test_resume.py.
+# Left to others, since they take minutes: training, saves and waits of every system, but for one, to tests/engine and
+# tests/gpu, the first command to tests/launch/test_resume.py.
 ELSEWHERE = ("check", "no_reads", "first_command")
 
 
@@ -61,26 +63,53 @@ def test_every_case(tmp_path):
     """Oracle: the kit's own targets that hold on any device, in every case but those that others try; a case without
     rows says what it needs.
     """
-    names = [case.name for case in cases.cases() if case.work.__name__ not in ELSEWHERE]
+    names = [case.name for case in cases.cases() if case.work.__name__ not in ELSEWHERE or case.name == "dvae waits"]
     done = subprocess.run([sys.executable, "-m", "tests.launch.check_kit", tmp_path, *names], cwd=ROOT,
                           env=environment(), text=True, capture_output=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in results] == names
     for result in results:
-        assert result["rows"] or "needs" in result["details"]["left out"], result
+        assert result["rows"] or "needs" in result["details"].get("left out", ""), result
         assert not [row for row in result["rows"] if row["ok"] is False], result
-    judged = {(result["case"], row["what"]): row["ok"] for result in results for row in result["rows"]}
-    assert judged["prior gradients", "denoiser in fp32: gradient, from float64 on the CPU"] is True
-    assert judged["drawing", "fp32: one prediction, from float64"] is True
-    assert judged["encoding", "fp32: latents, from float64"] is True
+    for precision, least, most in (("fp32", 1e-8, 1e-3), ("bf16", 1e-3, 0.3)):
+        rounded = [row["value"] for result in results for row in result["rows"]
+                   if precision in row["what"] and "from float64" in row["what"]]
+        assert len(rounded) == 12 and all(least < value < most for value in rounded), rounded
+
+
+def test_precisions_are_taken(tmp_path, monkeypatch):
+    """Oracle: torch's own flags and the weights' dtype, where a case computes; tf32 as if this machine had it."""
+    seen = []
+
+    def spy(owner, name, dtype_of):
+        real = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, dtype_of(*args)))
+            return real(*args, **kwargs)
+        monkeypatch.setattr(owner, name, noted)
+
+    monkeypatch.setattr(precisions, "problem", lambda precision, key: None)
+    weights = lambda network, *_: next(network.parameters()).dtype
+    spy(DiT, "forward", weights)
+    spy(precisions, "posterior", lambda vae, *_: weights(vae.encoder))
+    expected = [("highest", False, torch.float32), ("high", True, torch.float32), ("highest", False, torch.bfloat16)]
+    for work, *options in ((precisions.gradients, "dit", 1e-5), (precisions.draw,), (precisions.encode,)):
+        seen.clear()
+        work(report.Record(tmp_path / "record", True, tmp_path), *options)
+        assert seen[0][2] == torch.float64
+        assert list(dict.fromkeys(seen[1:])) == expected, work
 
 
 def test_cases():
-    """Oracle: unique names, by which a process finds its case; parts that have a title, and every title a part."""
+    """Oracle: unique names, by which a process finds its case; a title for each part; the options that its work takes.
+    """
     known = cases.cases()
     assert len({case.name for case in known}) == len(known)
     assert {case.part for case in known} == cases.TITLES.keys()
+    for case in known:
+        inspect.signature(case.work).bind(None, **case.options)
 
 
 @pytest.mark.parametrize("system", ["vae", "tokenizer"])
@@ -161,6 +190,7 @@ def test_switches_are_read_off_the_recipe():
 def test_published_recipes_stand_without_data(name, dry):
     """Oracle: the checks of the recipes themselves, and the settings that every part asks for."""
     run = jobs.published(name, dry, ["batch.global=4"])
+    assert run.data.path == "no/data"                         # none that lies on a user's disk changes the recipe
     for stage in (0, 1, 2, 3):
         assert jobs.settings(run, stage, "bf16")["zero_optimization"]["stage"] == stage
 
@@ -193,6 +223,9 @@ def test_names_of_cases(kit_says, tmp_path):
     assert code == 2 and "--only mvae fp32: no case" in text and not (tmp_path / "out").exists()
     assert text.splitlines()[1].strip() == "vae fp32"
     assert len(text.splitlines()) == 1 + len(cases.cases())
+    for part, title in cases.TITLES.items():
+        code, text, _ = kit_says("--list", "--part", part)
+        assert code == 0 and text.startswith(f"part {part}: {title}\n")
     code, text, _ = kit_says("--list", "--part", 4)
     (case,) = [case for case in cases.cases() if case.part == 4]
     assert (code, text.splitlines()) == (0, [f"part 4: {cases.TITLES[4]}", f"    {case.name}"])

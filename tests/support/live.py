@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """`now`: bytes of the storages that operations have made inside and that still live; `peak`: the most so far."""
+    """`now`: bytes of the storages that operations have made inside and that still live; `peak`: the most so far, a
+    moment after each rise, since a thread of gloo may hold the tensor of an exchange a little longer than its rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +33,7 @@ class Live(TorchDispatchMode):
             self._storages[address] = weakref.ref(storage, lambda _: self._gone(address, size))
             self.now += size
             if self.now > self.peak:
-                time.sleep(0.003)             # a thread of gloo may hold the tensor of an exchange a moment longer
+                time.sleep(0.003)
                 self.peak = max(self.peak, self.now)
 
     def _gone(self, address: int, size: int) -> None:
