@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dstrain.engine import optimizers
 from dstrain.engine.accumulation import WideSums
-from dstrain.engine.allocation import allocate, flattened_in_place
+from dstrain.engine.allocation import allocate, flattened_in_place, give_back
 from dstrain.engine.blocks import compiles, prepare
 from dstrain.engine.channels_last import use_channels_last
 from dstrain.engine.initial import Networks, Values, build
@@ -53,6 +53,7 @@ class Engines(Mapping[str, Any]):
             self.masters[part].reset_optimizer_state()
             if not draw:
                 self._set(part, values(()))
+        give_back()
         if draw:
             self.draw()
 

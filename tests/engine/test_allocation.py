@@ -1,10 +1,13 @@
 """Memory for weights from the meta device: one tensor for a group, which DeepSpeed takes as it is."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.allocation import allocate, flattened_in_place
+from dstrain.engine.allocation import allocate, flattened_in_place, give_back
 from dstrain.engine.initial import weights_on_meta
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -103,3 +106,27 @@ def turned(weight: torch.Tensor) -> torch.Tensor:
     view = weight.detach().t()
     view.lies_in_one = True
     return view
+
+
+def hold_and_free(path):
+    """Writes the bytes of this process: with 64 MiB in small pieces, when these but for the last are freed, and after
+    give_back.
+    """
+    def size():
+        path.write_text(path.read_text() + Path("/proc/self/statm").read_text().split()[1] + " ")
+
+    path.write_text("")
+    pieces = [torch.ones(2 ** 14) for _ in range(2 ** 10)]
+    size()
+    del pieces[:-1]                                           # the last one lies behind the others on the heap
+    size()
+    give_back()
+    size()
+
+
+def test_what_is_freed_goes_back_to_the_system(in_fork, tmp_path):
+    """Oracle: the process's pages, as Linux counts them: glibc keeps what lies before a block that lives."""
+    in_fork(hold_and_free, tmp_path / "pages")
+    held, freed, given = map(int, (tmp_path / "pages").read_text().split())
+    pages = 2 ** 26 / resource.getpagesize()
+    assert freed > held - 0.1 * pages and given < held - 0.9 * pages
