@@ -66,8 +66,8 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
         return record.left_out("fp16 needs a GPU")
     run = jobs.small(system, [f"compile={'on' if compiled else 'off'}"])
     reference, most = _plain(run, torch.float32), 1e-4
-    if precision != "fp32":                  # what rounding makes of this game is what plain torch makes of it
-        most = 2 * apart(_plain(run, torch.bfloat16), reference) + 2e-3
+    if precision != "fp32":                  # what rounding makes of the curve, plain torch tells; signs of codes leap
+        most = 4 * apart(_plain(run, torch.bfloat16), reference) + 2e-3
     for stage in stages:
         with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
             _check_stage(record, run, stage, precision, Path(folder), reference, most)

@@ -120,7 +120,7 @@ def test_rounding_stays_small(system):
     run = jobs.small(system, ["compile=off"])
     exact, wide, narrow = (correct._plain(run, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16))
     assert 0 < apart(wide, exact) < 2e-5                      # the target is 1e-4
-    assert apart(narrow, exact) < 1e-2                        # half of the target
+    assert apart(narrow, exact) < 1e-2                        # a quarter of the target
 
 
 def test_a_part_survives_its_cases(tmp_path):
