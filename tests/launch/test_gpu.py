@@ -78,28 +78,38 @@ def test_every_case(tmp_path):
         assert len(rounded) == 12 and all(least < value < most for value in rounded), rounded
 
 
-def test_precisions_are_taken(tmp_path, monkeypatch):
-    """Oracle: torch's own flags and the weights' dtype, where a case computes; tf32 as if this machine had it."""
+def note_precisions(path):
+    """Writes, for each case, torch's flags and the weights' dtype whenever a network is called; the first is float64's.
+    """
     seen = []
 
-    def spy(owner, name, dtype_of):
+    def spy(owner, name, network_of):
         real = getattr(owner, name)
 
         def noted(*args, **kwargs):
-            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, dtype_of(*args)))
+            dtype = str(next(network_of(args[0]).parameters()).dtype)
+            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, dtype))
             return real(*args, **kwargs)
-        monkeypatch.setattr(owner, name, noted)
+        setattr(owner, name, noted)
 
-    monkeypatch.setattr(precisions, "problem", lambda precision, key: None)
-    weights = lambda network, *_: next(network.parameters()).dtype
-    spy(DiT, "forward", weights)
-    spy(precisions, "posterior", lambda vae, *_: weights(vae.encoder))
-    expected = [("highest", False, torch.float32), ("high", True, torch.float32), ("highest", False, torch.bfloat16)]
+    precisions.problem = lambda precision, key: None          # tf32 as if this machine had it
+    spy(DiT, "forward", lambda network: network)
+    spy(precisions, "posterior", lambda vae: vae.encoder)
+    record, found = report.Record(path.with_suffix(".record"), True, path.parent), []
     for work, *options in ((precisions.gradients, "dit", 1e-5), (precisions.draw,), (precisions.encode,)):
+        work(record, *options)
+        found.append([seen[0][2], *dict.fromkeys(seen[1:])])
         seen.clear()
-        work(report.Record(tmp_path / "record", True, tmp_path), *options)
-        assert seen[0][2] == torch.float64
-        assert list(dict.fromkeys(seen[1:])) == expected, work
+    path.write_text(json.dumps(found))
+
+
+def test_precisions_are_taken(in_fork, tmp_path):
+    """Oracle: torch's own flags and the weights' dtype where a network computes, which encoders/precision.py names."""
+    in_fork(note_precisions, tmp_path / "found.json")
+    for exact, *others in json.loads((tmp_path / "found.json").read_text()):
+        assert exact == "torch.float64"
+        assert others == [["highest", False, "torch.float32"], ["high", True, "torch.float32"],
+                          ["highest", False, "torch.bfloat16"]]
 
 
 def test_cases():
