@@ -66,7 +66,7 @@ def check(record: Record, system: str, precision: str, stages: tuple[int, ...], 
         return record.left_out("fp16 needs a GPU")
     run = jobs.small(system, [f"compile={'on' if compiled else 'off'}"])
     reference, most = _plain(run, torch.float32), 1e-4
-    if precision != "fp32":                  # what rounding makes of the curve, plain torch tells; signs of codes leap
+    if precision != "fp32":                  # more than rounding makes of plain torch, since a code's sign may turn
         most = 4 * apart(_plain(run, torch.bfloat16), reference) + 2e-3
     for stage in stages:
         with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:

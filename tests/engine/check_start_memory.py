@@ -89,7 +89,7 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
     drawn = dict(+DRAWN)
     expected = dict(initial_weights(network(), SEED))
     own = [(expected[f.name].reshape(-1)[f.start:f.start + f.numel], view) for f, view in masters.views(masters.flats)]
-    figures = {"own": sum(flat.numel() for flat in masters.flats),
+    figures = {"begun": live.peak, "own": sum(flat.numel() for flat in masters.flats),
                "drawn": drawn, "equal": all(torch.equal(values, view) for values, view in own),
                "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.views(masters.flats)})}
     return figures, live, built, ema
